@@ -1,0 +1,15 @@
+"""Periodic parameter averaging with averaged optimizer slots, for Keras."""
+
+from tf_avgstrategy._version import __version__
+from tf_avgstrategy.averager import ParameterAverager
+from tf_avgstrategy.callbacks import PeriodicAveraging
+from tf_avgstrategy.schedules import Periodic
+from tf_avgstrategy.strategy import ParameterAveragingStrategy
+
+__all__ = [
+    "ParameterAverager",
+    "ParameterAveragingStrategy",
+    "Periodic",
+    "PeriodicAveraging",
+    "__version__",
+]

@@ -1,0 +1,125 @@
+"""How one replica runs one step: its rows, its random numbers, its XLA."""
+
+import contextlib
+import inspect
+
+import tensorflow as tf
+
+__all__ = ["ReplicaStep", "num_rows"]
+
+
+class ReplicaStep:
+    """A function that runs on every replica, made for one run of it.
+
+    Args:
+        fn: The function of one replica.
+        compiled: Bool, whether XLA compiles it, into one program per replica.
+        skips_empty: Bool. A replica whose arguments have no rows returns zeros
+            in place of calling `fn`, which leaves its state as it is.
+        seed_offset: Function of the local replica id: the int to add to the
+            graph's seed, so that TensorFlow's random ops differ per replica.
+    """
+
+    def __init__(self, fn, *, compiled, skips_empty, seed_offset):
+        self._fn = fn
+        self._compiled = compiled
+        self._skips_empty = skips_empty
+        self._seed_offset = seed_offset
+        self._output_specs = None
+
+    @property
+    def function(self):
+        """What stays the same when the function is passed to a run again.
+
+        That is the function, or for a lambda its code: a loop that passes
+        `lambda: step(batch)` makes a new lambda each time.
+        """
+        fn = inspect.unwrap(self._fn)
+        fn = getattr(fn, "func", fn)  # Of a `functools.partial`.
+        fn = getattr(fn, "__func__", fn)  # Of a bound method.
+        is_lambda = getattr(fn, "__name__", None) == "<lambda>"
+        return fn.__code__ if is_lambda else fn
+
+    def __call__(self, replica_id, rows, args, kwargs):
+        """Runs the function on the replica.
+
+        Args:
+            replica_id: Int, the local replica.
+            rows: Int or int32 scalar, the rows in `args` and `kwargs`.
+            args: Tuple, positional arguments.
+            kwargs: Dict, keyword arguments.
+
+        Returns:
+            What the function returns, or zeros in its shape where a dimension
+            that is only known at run time counts as 0.
+        """
+
+        def call():
+            with _graph_seed_moved_by(self._seed_offset(replica_id)):
+                return self._fn(*args, **kwargs)
+
+        if self._compiled:
+            call = tf.function(call, jit_compile=True, autograph=False)
+        if not self._skips_empty:
+            return call()
+        if tf.is_tensor(rows) and not tf.executing_eagerly():
+            return tf.cond(
+                rows > 0, lambda: self._remember_specs(call()), self._zeros
+            )
+        if rows == 0 and self._output_specs is not None:
+            return self._zeros()
+        return self._remember_specs(call())
+
+    def _remember_specs(self, outputs):
+        outputs = tf.nest.map_structure(
+            lambda v: v if v is None else tf.convert_to_tensor(v), outputs
+        )
+        self._output_specs = tf.nest.map_structure(
+            lambda v: v if v is None else tf.TensorSpec.from_tensor(v), outputs
+        )
+        return outputs
+
+    def _zeros(self):
+        def zeros(spec):
+            if spec is None:
+                return None
+            shape = [size or 0 for size in spec.shape]
+            return tf.zeros(shape, spec.dtype)
+
+        return tf.nest.map_structure(zeros, self._output_specs)
+
+
+def num_rows(args):
+    """Returns the number of rows (examples) that a step's arguments hold.
+
+    Args:
+        args: Nested structure. The first tensor with at least one axis counts.
+
+    Returns:
+        Int if it is known without running anything, else an int32 scalar
+        tensor. 1 if there is no such tensor.
+    """
+    for value in tf.nest.flatten(args):
+        if isinstance(value, tf.RaggedTensor):
+            return value.nrows(out_type=tf.int32)
+        if isinstance(value, tf.SparseTensor):
+            return tf.cast(value.dense_shape[0], tf.int32)
+        shape = getattr(value, "shape", None)
+        if shape is not None and len(shape) > 0:
+            return tf.shape(value)[0] if shape[0] is None else shape[0]
+    return 1
+
+
+@contextlib.contextmanager
+def _graph_seed_moved_by(offset):
+    if tf.executing_eagerly():
+        yield  # Eager ops draw their seeds one after the other.
+        return
+    graph = tf.compat.v1.get_default_graph()
+    seed = graph.seed
+    if seed is not None:
+        graph.seed = (seed + offset) % (2**31 - 1)
+    try:
+        yield
+    finally:
+        graph.seed = seed

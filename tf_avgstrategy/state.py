@@ -1,0 +1,325 @@
+"""State rules: what a round does to each variable.
+
+The only reader of Keras optimizer internals.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_avgstrategy import variables as replica_variables
+
+__all__ = [
+    "SLOT_RULES",
+    "StateRule",
+    "accumulated_steps",
+    "check_slots",
+    "find_optimizers",
+    "gradient_accumulation_steps",
+    "state_rules",
+]
+
+SLOT_RULES = ("mean", "keep", "reset")
+
+# What a pattern of `overrides` may ask for, by kind of variable. The first one
+# is the rule of the kind where `slots` does not say otherwise.
+_RULES = {
+    "weight": ("mean", "keep"),
+    "statistic": ("mean", "keep"),
+    "variance": ("pooled", "mean", "keep"),
+    "slot": SLOT_RULES,
+    "iterate": ("mean", "keep"),
+    "ema": ("mean", "keep"),
+    "scalar": ("mean", "keep"),
+    "accumulator": ("keep",),
+    "loss scale": ("minimum",),
+    "loss scale counter": ("restart",),
+    "counter": ("maximum",),
+    "learning rate": ("keep",),
+    "other": ("keep",),
+}
+
+
+class StateRule(NamedTuple):
+    """One variable and what a round does to it.
+
+    Attributes:
+        path: String, the variable's path or, for a `tf.Variable`, its name.
+        kind: String, what the variable is, such as "weight" or "slot".
+        rule: String. "mean"; "pooled" (a variance, around its mean); "keep";
+            "reset" (to the initial value); "minimum"; "maximum"; "restart"
+            (to 0, where the replicas do not agree).
+        copies: Tuple of `tf.Variable`, one per local replica, or () for a
+            metric's variable, which is never touched.
+        partner: Tuple of `tf.Variable`: the copies of the moving mean of a
+            "variance", of the scale of a "loss scale counter". Else ().
+        initial_value: Float, what "reset" assigns.
+    """
+
+    path: str
+    kind: str
+    rule: str
+    copies: tuple
+    partner: tuple = ()
+    initial_value: float = 0.0
+
+    @property
+    def travels(self):
+        """Whether workers exchange the variable's elements in a round."""
+        return self.rule in ("mean", "pooled")
+
+
+class _Found(NamedTuple):
+    variable: object
+    kind: str
+    owner: object = None
+    partner: object = None
+    initial_value: float = 0.0
+
+
+def state_rules(variables, optimizers, *, slots, overrides, strategy):
+    """Decides what a round does to each variable of a model.
+
+    Args:
+        variables: List of `keras.Variable` or `tf.Variable`, the model's.
+        optimizers: List of built `keras.optimizers.Optimizer`.
+        slots: "mean", "keep" or "reset", the rule of optimizer slots.
+        overrides: Dict from regular expression, searched in the path, to rule.
+        strategy: The strategy in whose scope all variables were made.
+
+    Returns:
+        List of `StateRule`, each variable once, in a fixed order.
+
+    Raises:
+        ValueError: If a pattern matches no variable that has the rule, if two
+            patterns disagree, or if a variable was made outside the scope.
+    """
+    found = _unique(_model_state(variables))
+    for optimizer in optimizers:
+        found = _unique([*found, *_optimizer_state(optimizer)])
+    for item in found:
+        _check_scope(item.variable, strategy)
+    asked = _asked_rules(found, overrides)
+    return [
+        StateRule(
+            path=_path(item.variable),
+            kind=item.kind,
+            rule=asked.get(id(item), slots if item.kind == "slot" else None)
+            or _RULES[item.kind][0],
+            copies=replica_variables.replica_copies(item.variable) or (),
+            partner=replica_variables.replica_copies(item.partner) or (),
+            initial_value=item.initial_value,
+        )
+        for item in found
+    ]
+
+
+def check_slots(slots):
+    """Raises a ValueError unless `slots` is a rule for slots."""
+    if slots not in SLOT_RULES:
+        raise ValueError(
+            f"`slots` must be one of {', '.join(map(repr, SLOT_RULES))}, what "
+            f"a round does to optimizer slots. Received: slots={slots!r}. Pass "
+            'slots="mean" to average them with the parameters.'
+        )
+
+
+def find_optimizers(model):
+    """Returns the optimizers of a model, as attributes or compiled.
+
+    Args:
+        model: A `keras.Model`. A GAN, for example, keeps two optimizers as
+            attributes.
+    """
+    optimizers = [model.optimizer] if model.optimizer is not None else []
+    for value in vars(model).values():
+        if hasattr(value, "apply_gradients") and value not in optimizers:
+            optimizers.append(value)
+    return optimizers
+
+
+def gradient_accumulation_steps(optimizers):
+    """Returns the steps after which no optimizer holds half a gradient."""
+    return math.lcm(
+        *(
+            part.gradient_accumulation_steps or 1
+            for optimizer in optimizers
+            for part in _parts(optimizer)
+        )
+    )
+
+
+def accumulated_steps(optimizers):
+    """Returns how many steps the optimizers' half gradients hold already."""
+    steps = gradient_accumulation_steps(optimizers)
+    return max(
+        int(part._iterations.numpy()) % steps
+        for optimizer in optimizers
+        for part in _parts(optimizer)
+    )
+
+
+def _model_state(variables):
+    moving_means = {}
+    for variable in variables:
+        path = _path(variable)
+        prefix, _, name = path.rpartition("/")
+        shape = tuple(variable.shape)
+        if not _is_floating(variable):
+            yield _Found(variable, "other")
+        elif name == "moving_variance" and (prefix, shape) in moving_means:
+            partner = moving_means[prefix, shape]
+            yield _Found(variable, "variance", partner=partner)
+        else:
+            if name == "moving_mean":
+                moving_means[prefix, shape] = variable
+            trainable = getattr(variable, "trainable", True)
+            yield _Found(variable, "weight" if trainable else "statistic")
+
+
+def _optimizer_state(optimizer):
+    for part in _parts(optimizer):
+        yield _Found(part._iterations, "counter")
+        if _is_variable(part._learning_rate):
+            yield _Found(part._learning_rate, "learning rate")
+        if hasattr(part, "dynamic_scale"):
+            scale = part.dynamic_scale
+            # First the counter: it is judged by the scales before the round.
+            yield _Found(part.step_counter, "loss scale counter", None, scale)
+            yield _Found(scale, "loss scale")
+        yield from _slots(part)
+
+
+def _parts(optimizer):
+    """The optimizer and the optimizers that it wraps."""
+    inner = [getattr(optimizer, "inner_optimizer", None)]
+    inner.extend(getattr(optimizer, "_inner_optimizers", []))
+    yield optimizer
+    for part in inner:
+        if part is not None:
+            yield from _parts(part)
+
+
+def _slots(optimizer):
+    owners = optimizer._trainable_variables
+    kinds = {
+        "_accumulated_gradients": "accumulator",
+        "_model_variables_moving_average": "ema",
+    }
+    if type(optimizer).__name__ == "ScheduleFreeAdamW":
+        # Keras keeps the sequence z of the paper in it: parameters.
+        kinds["_momentums"] = "iterate"
+    initial_values = {
+        "_accumulators": getattr(optimizer, "initial_accumulator_value", 0.0)
+    }
+    owned = {}
+    for name, value in vars(optimizer).items():
+        # A list as long as the list of variables is a slot of each of them.
+        is_list = isinstance(value, (list, tuple))
+        is_own = name in ("_variables", "_trainable_variables")
+        if is_own or not is_list or len(value) != len(owners):
+            continue
+        for slot, owner in zip(value, owners):
+            if _is_variable(slot):
+                owned[id(slot)] = _Found(
+                    slot,
+                    kinds.get(name, "slot"),
+                    owner=owner,
+                    initial_value=initial_values.get(name, 0.0),
+                )
+    for variable in optimizer._variables:
+        if not _is_floating(variable):
+            yield _Found(variable, "other")
+        elif id(variable) in owned:
+            yield owned[id(variable)]
+        else:
+            is_scalar = len(variable.shape) == 0
+            yield _Found(variable, "scalar" if is_scalar else "slot")
+
+
+def _asked_rules(found, overrides):
+    """Maps the id of a `_Found` to the rule that a pattern asks for it."""
+    rules = {}
+    asked_by = {}
+    for pattern, rule in overrides.items():
+        matches = [f for f in found if re.search(pattern, _path(f.variable))]
+        if not matches:
+            raise ValueError(
+                "Each pattern of `overrides` must match the path of a "
+                f"variable. Received: pattern {pattern!r}. Paths: "
+                f"{[_path(f.variable) for f in found]}. `describe()` shows "
+                "them as a table."
+            )
+        matches = [f for f in matches if len(_RULES[f.kind]) > 1]
+        for item in matches:
+            if rule not in _RULES[item.kind]:
+                allowed = ", ".join(map(repr, _RULES[item.kind]))
+                raise ValueError(
+                    f"The rule of a {item.kind} must be one of {allowed}. "
+                    f"Received: {rule!r} for {_path(item.variable)!r} through "
+                    f"the pattern {pattern!r} of `overrides`. Change the rule "
+                    "or narrow the pattern."
+                )
+            if rules.setdefault(id(item), rule) != rule:
+                raise ValueError(
+                    "Two patterns of `overrides` must not ask different rules "
+                    f"of one variable. Received: {asked_by[id(item)]!r} and "
+                    f"{pattern!r} for {_path(item.variable)!r}. Narrow one of "
+                    "them."
+                )
+            asked_by[id(item)] = pattern
+        if not matches:
+            raise ValueError(
+                "A pattern of `overrides` must match a variable whose rule can "
+                f"be chosen. Received: pattern {pattern!r}, which matches "
+                "integers, seeds or counters only. Remove it."
+            )
+    return _with_slots_of_kept_weights(found, rules)
+
+
+def _with_slots_of_kept_weights(found, rules):
+    """Slots stay with a weight that stays local, unless asked otherwise."""
+    kept = {
+        id(_raw(f.variable)) for f in found if rules.get(id(f)) == "keep"
+    }
+    for item in found:
+        if item.owner is not None and id(_raw(item.owner)) in kept:
+            rules.setdefault(id(item), "keep")
+    return rules
+
+
+def _unique(found):
+    """Tied variables travel once."""
+    by_id = {}
+    for item in found:
+        by_id.setdefault(id(_raw(item.variable)), item)
+    return list(by_id.values())
+
+
+def _check_scope(variable, strategy):
+    owner = getattr(_raw(variable), "distribute_strategy", None)
+    if owner is not strategy:
+        raise ValueError(
+            "Model and optimizer must be made inside `strategy.scope()`, where "
+            "every replica gets its own copy of each variable. Received: "
+            f"variable {_path(variable)!r} that was made outside. Move the "
+            "line that makes it under `with strategy.scope():`."
+        )
+
+
+def _raw(variable):
+    return getattr(variable, "_value", variable)
+
+
+def _path(variable):
+    return getattr(variable, "path", None) or variable.name
+
+
+def _is_variable(value):
+    return hasattr(value, "assign") and hasattr(value, "dtype")
+
+
+def _is_floating(variable):
+    return tf.as_dtype(variable.dtype).is_floating

@@ -1,0 +1,294 @@
+"""The strategy: how a `tf.distribute` replica becomes a trainer of its own."""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import mirrored_run
+from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.eager import def_function
+from tensorflow.python.ops import control_flow_util
+
+from tf_avgstrategy import replica_step
+from tf_avgstrategy import variables
+
+__all__ = ["ParameterAveragingStrategy", "TrainingProgress"]
+
+
+class TrainingProgress(NamedTuple):
+    """What the local replicas of a strategy have done so far.
+
+    Attributes:
+        steps: Int. Training steps: runs of a function (one per batch in
+            `fit`) that writes a trainable variable.
+        rows: Tuple of ints, one per local replica. The rows (examples) that
+            the replica received in those steps.
+    """
+
+    steps: int
+    rows: tuple
+
+
+class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
+    """Trains independent replicas that meet only to average parameters.
+
+    Under `tf.distribute.MirroredStrategy` all replicas hold one model and
+    exchange gradients at every step. Under this strategy every replica owns a
+    copy of each variable and trains it alone, with its own optimizer, exactly
+    as a single device with the same rows would. `PeriodicAveraging` (in `fit`)
+    or `ParameterAverager` (in a custom loop) replaces the copies by their mean
+    every few steps. This is Local SGD (Stich, ICLR 2019), also known as
+    parameter averaging.
+
+    Seen from outside a replica there is one model, the mean of the replicas:
+    `save`, `get_weights`, checkpoints and `numpy()` give it at any moment.
+
+    What else differs from `MirroredStrategy`:
+
+    - Nothing is exchanged within a step, so `ReplicaContext.all_reduce` gives
+      a replica its own value back, and `BatchNormalization(synchronized=True)`
+      uses the replica's own rows.
+    - `num_replicas_in_sync` is 1 inside a replica: losses, regularisers and
+      clipping are those of one device. Outside it is the number of replicas,
+      by which a global batch size is multiplied. A custom loop must therefore
+      divide a loss by the replica's own rows, not by the global batch size.
+    - A replica whose batch has no rows does not run the step: its weights,
+      slots and metrics stay as they are, and zeros take the place of its
+      outputs. With several replicas the rows are the size of axis 0 of the
+      first tensor among the step's arguments.
+    - Random masks (Dropout) differ between replicas.
+
+    Args:
+        devices: List of device strings such as `["GPU:0", "GPU:1"]`, one
+            replica each. `None` takes all GPUs, or all CPUs if there are none.
+        cross_device_ops: `tf.distribute.CrossDeviceOps` that reduces metrics
+            and losses. `None` uses `tf.distribute.ReductionToOneDevice`.
+
+    Example:
+        >>> strategy = ParameterAveragingStrategy(["CPU:0"])
+        >>> with strategy.scope():
+        ...     v = tf.Variable(2.0)
+        >>> strategy.run(lambda: v.assign_add(1.0))
+        >>> float(v.numpy())
+        3.0
+
+    References:
+        Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019,
+        https://arxiv.org/abs/1805.09767.
+    """
+
+    def __init__(self, devices=None, cross_device_ops=None):
+        extended = _IndependentReplicas(
+            self,
+            devices=devices,
+            cross_device_ops=(
+                cross_device_ops or tf.distribute.ReductionToOneDevice()
+            ),
+        )
+        # Not MirroredStrategy.__init__, which makes a MirroredExtended.
+        tf.distribute.Strategy.__init__(self, extended)
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on every replica, see `tf.distribute.Strategy.run`.
+
+        Raises:
+            ValueError: Inside a function that XLA compiles.
+        """
+        if control_flow_util.GraphOrParentsInXlaContext(
+            tf.compat.v1.get_default_graph()
+        ):
+            raise ValueError(
+                "`ParameterAveragingStrategy.run` must not be called inside a "
+                "function that XLA compiles: one XLA program cannot hold the "
+                "variables of several devices. Received: a `tf.function` with "
+                "`jit_compile=True` around it, which `compile(jit_compile="
+                "True)` makes. Train with the `PeriodicAveraging` callback, "
+                "which compiles each replica's `train_step` by itself, or "
+                "pass `jit_compile=False` to `compile`."
+            )
+        return super().run(fn, args=args, kwargs=kwargs, options=options)
+
+    def reduce(self, reduce_op, value, axis):
+        """Reduces `value` across replicas, see `tf.distribute.Strategy.reduce`.
+
+        One thing is added. Keras builds a model from the mean of its first
+        batch over the replicas, of which it uses shape and dtype alone. The
+        mean does not exist where the batch holds strings or a number of rows
+        that the replicas do not divide; there, replica 0's part is returned.
+        """
+        if axis is None and tf.executing_eagerly():
+            value = tf.nest.map_structure(self._first_if_no_mean, value)
+        return super().reduce(reduce_op, value, axis)
+
+    def _first_if_no_mean(self, value):
+        parts = self.experimental_local_results(value)
+        if len(parts) == 1 or not all(tf.is_tensor(p) for p in parts):
+            return value
+        is_batch = all(p.shape.rank for p in parts)
+        differs = any(p.shape != parts[0].shape for p in parts)
+        no_mean = differs or parts[0].dtype in (tf.string, tf.bool)
+        return parts[0] if is_batch and no_mean else value
+
+    def training_progress(self):
+        """Returns the `TrainingProgress` of the local replicas."""
+        return self.extended.training_progress()
+
+
+class _IndependentReplicas(mirrored_strategy.MirroredExtended):
+    """The extended half of the strategy: replicas that never meet."""
+
+    def __init__(self, container_strategy, devices, cross_device_ops):
+        super().__init__(
+            container_strategy,
+            devices=devices,
+            cross_device_ops=cross_device_ops,
+        )
+        self._traced_functions = weakref.WeakKeyDictionary()
+        self._training_functions = weakref.WeakSet()
+        self._writes = threading.local()
+        with tf.init_scope(), tf.device(self._host_device):
+            self._progress = [
+                tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+                for _ in self._devices
+            ]
+
+    @property
+    def _host_device(self):
+        return self._input_workers_devices[0][0]
+
+    def training_progress(self):
+        counts = [variable.numpy() for variable in self._progress]
+        return TrainingProgress(
+            steps=int(max(steps for steps, _ in counts)),
+            rows=tuple(int(rows) for _, rows in counts),
+        )
+
+    def global_replica_id(self, local_replica_id):
+        """The replica's number among the replicas of all workers."""
+        return self._get_replica_id_in_sync_group(local_replica_id)
+
+    def note_write(self, variable):
+        """Remembers that this replica's step writes a trainable variable."""
+        self._writes.trained |= variable.trainable
+
+    def _in_own_replica(self):
+        # Outside any scope there is the default strategy's replica context.
+        replica = tf.distribute.get_replica_context()
+        return (
+            replica is not None
+            and replica.strategy is self._container_strategy()
+        )
+
+    def _use_merge_call(self):
+        return not self._in_own_replica() and super()._use_merge_call()
+
+    @property
+    def _num_replicas_in_sync(self):
+        return 1 if self._in_own_replica() else len(self._devices)
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        del reduce_op, options  # The gradient of one replica is the gradient.
+        return tf.nest.map_structure(
+            lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v),
+            value,
+        )
+
+    def _replica_ctx_update(self, var, fn, args, kwargs, group):
+        self.note_write(var)
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    def _get_cross_device_ops(self, value):
+        # Never `CollectiveAllReduce`: its keys clash between strategies of one
+        # process, and with a cluster between workers.
+        del value
+        return self._cross_device_ops
+
+    def _create_variable(self, next_creator, **kwargs):
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            # In a replica, NONE means: write your own copy, ask nobody.
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        variable = super()._create_variable(next_creator, **kwargs)
+        return variables.as_replica_local(variable, name=kwargs.get("name"))
+
+    def _get_variable_creator_initial_value(
+        self, replica_id, device, primary_var, **kwargs
+    ):
+        initial_value = super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )
+        if not variables.is_seed_name(kwargs.get("name")):
+            return initial_value
+        # Copies are made from the first one, which has its own offset already.
+        offset = variables.seed_offset(self.global_replica_id(replica_id))
+        if replica_id > 0:
+            offset -= variables.seed_offset(self.global_replica_id(0))
+
+        def folded():
+            seed = initial_value() if callable(initial_value) else initial_value
+            return seed + tf.constant([offset, 0], seed.dtype)
+
+        return folded
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        if not isinstance(fn, def_function.Function):
+            return self._run_replicas(fn, False, args, kwargs)
+        if fn not in self._traced_functions:
+            self._traced_functions[fn] = self._traced_on_all_replicas(fn)
+        return self._traced_functions[fn](*args, **kwargs)
+
+    def _traced_on_all_replicas(self, function):
+        """Turns a `tf.function` of one replica into one of all replicas.
+
+        All replicas belong to one graph, so that they run side by side. XLA is
+        the exception: it compiles one program for each replica within it.
+        """
+        fn = function.python_function
+        status = ag_ctx.Status
+        convert = status.ENABLED if function._autograph else status.DISABLED
+        fn = autograph.tf_convert(fn, ag_ctx.ControlStatusCtx(convert))
+        owner = weakref.proxy(self)
+        compiled = function._jit_compile
+
+        @tf.autograph.experimental.do_not_convert
+        def run_replicas(*args, **kwargs):
+            return owner._run_replicas(fn, compiled, args, kwargs)
+
+        traced = function._clone(run_replicas)
+        traced._jit_compile = None
+        return traced
+
+    def _run_replicas(self, fn, compiled, args, kwargs):
+        step = replica_step.ReplicaStep(
+            fn,
+            compiled=compiled,
+            skips_empty=len(self._devices) > 1,
+            seed_offset=lambda replica_id: variables.seed_offset(
+                self.global_replica_id(replica_id)
+            ),
+        )
+
+        @tf.autograph.experimental.do_not_convert
+        def run_replica(*args, **kwargs):
+            replica = tf.distribute.get_replica_context()
+            return self._run_and_count(step, replica._replica_id, args, kwargs)
+
+        return mirrored_run.call_for_each_replica(
+            self._container_strategy(), run_replica, args, kwargs
+        )
+
+    def _run_and_count(self, step, replica_id, args, kwargs):
+        rows = replica_step.num_rows((args, kwargs))
+        self._writes.trained = step.function in self._training_functions
+        outputs = step(replica_id, rows, args, kwargs)
+        if self._writes.trained:
+            # Its writes are not seen again where it calls a `tf.function` that
+            # has been traced.
+            self._training_functions.add(step.function)
+            progress = self._progress[replica_id]
+            with tf.device(progress.device):
+                progress.assign_add(tf.cast([1, rows], tf.int64))
+        return outputs

@@ -1,0 +1,138 @@
+"""Variables of which every replica holds, reads and writes its own copy.
+
+This module and `strategy.py` are the only importers of `tensorflow.python`.
+"""
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import values
+from tensorflow.python.distribute import values_util
+
+__all__ = [
+    "ReplicaLocalVariable",
+    "ReplicaSeedVariable",
+    "as_replica_local",
+    "is_seed_name",
+    "replica_copies",
+    "seed_offset",
+]
+
+# Coprime to 2**31 - 2, the range that Keras folds seeds into: no two replicas
+# of one layer share a stream.
+_SEED_STRIDE = 1_640_531_527
+_SEED_VARIABLE_NAME = "seed_generator_state"
+
+
+class ReplicaLocalVariable(values.MirroredVariable):
+    """A variable of which every replica holds its own copy.
+
+    Inside a replica, reads and writes go to that replica's copy and to no
+    other. Outside, a read (saving, `numpy()`, `get_weights`) gives the mean
+    over the local replicas for a floating point dtype and replica 0's value
+    for any other; a write goes to every copy.
+    """
+
+    def _mean(self):
+        first, *others = [v.read_value() for v in self._values]
+        if not others or not self.dtype.is_floating:
+            return tf.identity(first)
+        dtype = tf.float32 if self.dtype.size < 4 else self.dtype
+        with tf.device(first.device):
+            first = tf.cast(first, dtype)
+            # Around `first`: equal copies give back their own bits, which the
+            # sum of 3 copies divided by 3 does not.
+            offsets = [tf.cast(v, dtype) - first for v in others]
+            mean = first + tf.add_n(offsets) / len(self._values)
+            return tf.cast(mean, self.dtype)
+
+    def _is_read_as_mean(self):
+        return (
+            not values_util.is_saving_non_distributed()
+            and values_util.get_current_replica_id_as_int() is None
+        )
+
+    def _get(self):
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return self._mean() if self._is_read_as_mean() else super()._get()
+
+    def _get_cross_replica(self):
+        return self._get()
+
+    def value(self):
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return self._mean() if self._is_read_as_mean() else super().value()
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        self._distribute_strategy.extended.note_write(self)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class ReplicaSeedVariable(ReplicaLocalVariable):
+    """The state of a `keras.random.SeedGenerator`, another one per replica.
+
+    Seen from outside there is one state, and that is what a file holds.
+    Replica r keeps it with r strides added to the seed, so whatever is loaded
+    gives every replica its own masks, for any number of replicas.
+    """
+
+    def _mean(self):
+        return self._values[0].read_value() - self._offset(0)
+
+    def assign(self, value, use_locking=False, name=None, read_value=True):
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            if not self._is_read_as_mean():
+                return super().assign(value, use_locking, name, read_value)
+            for replica_id, copy in enumerate(self._values):
+                with tf.device(copy.device):
+                    copy.assign(
+                        tf.cast(value, self.dtype) + self._offset(replica_id)
+                    )
+            return self
+
+    def _offset(self, replica_id):
+        extended = self._distribute_strategy.extended
+        stride = seed_offset(extended.global_replica_id(replica_id))
+        return tf.constant([stride, 0], self.dtype)
+
+
+def as_replica_local(variable, *, name):
+    """Returns a replica-local variable over the copies of a mirrored one.
+
+    Args:
+        variable: What `MirroredStrategy` made of a `tf.Variable` call. What is
+            not a mirrored variable (a metric's state) is returned as it is.
+        name: String or None, the name that the call asked for.
+    """
+    if not isinstance(variable, values.MirroredVariable):
+        return variable
+    is_seed = is_seed_name(name)
+    kind = ReplicaSeedVariable if is_seed else ReplicaLocalVariable
+    return kind(
+        variable.distribute_strategy, variable.values, variable.aggregation
+    )
+
+
+def is_seed_name(name):
+    """Whether a variable of this name is a seed generator's state."""
+    return name is not None and _SEED_VARIABLE_NAME in name
+
+
+def seed_offset(global_replica_id):
+    """What is added to a seed on a replica; 0 on the first one."""
+    return global_replica_id * _SEED_STRIDE
+
+
+def replica_copies(variable):
+    """Returns a variable's copies, or None if it is not replica-local.
+
+    Args:
+        variable: A `keras.Variable` or a `tf.Variable`.
+
+    Returns:
+        A tuple of `tf.Variable`, one per local replica, or None.
+    """
+    # `_value` and not `value`: inside a dtype policy's scope the latter casts.
+    raw = getattr(variable, "_value", variable)
+    if isinstance(raw, ReplicaLocalVariable):
+        return tuple(raw.values)
+    return None
