@@ -95,6 +95,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self.averager = None
         super().set_model(model)
         _compile_per_replica(model)
+        _move_new_optimizer_into_scope(model)
 
     def on_train_begin(self, logs=None):
         self._check_alone()
@@ -177,3 +178,22 @@ def _compile_per_replica(model):
     model.train_function = None
     # Not the `tf.function` itself, which Keras would track and export.
     model.train_step = lambda data: train_step(data)
+
+
+def _move_new_optimizer_into_scope(model):
+    """Makes an optimizer that `compile` made outside the scope again inside.
+
+    Keras has no way to do it itself, and for an optimizer without slots it
+    does not complain either.
+    """
+    optimizer = model.optimizer
+    strategy = model.distribute_strategy
+    if optimizer is None or state.is_in_scope(optimizer, strategy):
+        return
+    if int(optimizer.iterations.numpy()) == 0:
+        with strategy.scope():
+            model.optimizer = type(optimizer).from_config(
+                optimizer.get_config()
+            )
+            model.optimizer.build(model.trainable_variables)
+        model.train_function = None

@@ -18,6 +18,7 @@ __all__ = [
     "check_slots",
     "find_optimizers",
     "gradient_accumulation_steps",
+    "is_in_scope",
     "state_rules",
 ]
 
@@ -140,6 +141,11 @@ def find_optimizers(model):
     return optimizers
 
 
+def is_in_scope(optimizer, strategy):
+    """Returns whether an optimizer was made in the scope of a strategy."""
+    return _strategy_of(optimizer._iterations) is strategy
+
+
 def gradient_accumulation_steps(optimizers):
     """Returns the steps after which no optimizer holds half a gradient."""
     return math.lcm(
@@ -167,7 +173,8 @@ def _model_state(variables):
         path = _path(variable)
         prefix, _, name = path.rpartition("/")
         shape = tuple(variable.shape)
-        if not _is_floating(variable):
+        is_metric = replica_variables.replica_copies(variable) is None
+        if is_metric or not _is_floating(variable):
             yield _Found(variable, "other")
         elif name == "moving_variance" and (prefix, shape) in moving_means:
             partner = moving_means[prefix, shape]
@@ -299,14 +306,17 @@ def _unique(found):
 
 
 def _check_scope(variable, strategy):
-    owner = getattr(_raw(variable), "distribute_strategy", None)
-    if owner is not strategy:
+    if _strategy_of(variable) is not strategy:
         raise ValueError(
             "Model and optimizer must be made inside `strategy.scope()`, where "
             "every replica gets its own copy of each variable. Received: "
             f"variable {_path(variable)!r} that was made outside. Move the "
             "line that makes it under `with strategy.scope():`."
         )
+
+
+def _strategy_of(variable):
+    return getattr(_raw(variable), "distribute_strategy", None)
 
 
 def _raw(variable):

@@ -92,6 +92,15 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         # Not MirroredStrategy.__init__, which makes a MirroredExtended.
         tf.distribute.Strategy.__init__(self, extended)
 
+    def scope(self):
+        """Returns the scope in which model and optimizer are made.
+
+        Raises:
+            ValueError: From within, where something that was made outside the
+                scope meets what belongs to the strategy.
+        """
+        return _Scope(super().scope())
+
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on every replica, see `tf.distribute.Strategy.run`.
 
@@ -136,6 +145,30 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
     def training_progress(self):
         """Returns the `TrainingProgress` of the local replicas."""
         return self.extended.training_progress()
+
+
+class _Scope:
+    """A strategy's scope that says what to do about a mixture of scopes."""
+
+    def __init__(self, scope):
+        self._scope = scope
+
+    def __enter__(self):
+        return self._scope.__enter__()
+
+    def __exit__(self, exception_type, exception, traceback):
+        self._scope.__exit__(exception_type, exception, traceback)
+        is_mixture = isinstance(exception, RuntimeError) and (
+            "Mixing different tf.distribute.Strategy" in str(exception)
+        )
+        if is_mixture:
+            raise ValueError(
+                "Model, optimizer and `compile` belong inside "
+                "`strategy.scope()`, where every replica gets its own copy of "
+                f"each variable. Received: {exception}. Move the line that "
+                "makes the optimizer, or `compile` if it is given a string, "
+                "under `with strategy.scope():`."
+            ) from exception
 
 
 class _IndependentReplicas(mirrored_strategy.MirroredExtended):
@@ -229,6 +262,7 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
 
         def folded():
             seed = initial_value() if callable(initial_value) else initial_value
+            seed = tf.convert_to_tensor(seed, kwargs.get("dtype"))
             return seed + tf.constant([offset, 0], seed.dtype)
 
         return folded

@@ -1,0 +1,25 @@
+"""Four virtual CPU devices for every test, made before TensorFlow starts."""
+
+import os
+
+# A cluster of the machine that runs the tests is none of the tests' business.
+os.environ.pop("TF_CONFIG", None)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["KERAS_BACKEND"] = "tensorflow"
+
+import keras
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 4,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()

@@ -1,0 +1,121 @@
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from tf_avgstrategy import mean
+
+
+def weighted_mean(values, weights):
+    shares = mean.shares(weights)
+    ratios = tf.constant(shares.ratios, tf.float64)
+    values = [tf.constant(value) for value in values]
+    return mean.weighted_mean(values, ratios, shares.anchor).numpy()
+
+
+class TestShares:
+    def test_divides_by_the_sum_of_weights_once(self):
+        assert mean.shares([3, 1]) == ([0.75, 0.25], 0)
+
+    def test_anchor_is_the_first_of_the_heaviest(self):
+        assert mean.shares([1, 2, 2]).anchor == 1
+
+    def test_rejects_weights_that_are_all_zero(self):
+        with pytest.raises(ValueError, match=r"> 0: a mean.*\[0\.0, 0\.0\]"):
+            mean.shares([0, 0])
+
+    @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+    def test_rejects_a_weight_that_is_no_weight(self, weight):
+        with pytest.raises(ValueError, match=f"finite numbers.*{weight}"):
+            mean.shares([1.0, weight])
+
+
+class TestWeightedMean:
+    @pytest.mark.parametrize(
+        ("weights", "expected"),
+        [([3, 1], 3.6875), ([5, 5], 5.125), ([1, 0], 2.25), ([0, 1], 8.0)],
+    )
+    def test_of_two_values_by_hand(self, weights, expected):
+        values = [np.float32(2.25), np.float32(8.0)]
+        assert weighted_mean(values, weights) == expected
+
+    @hypothesis.given(
+        value=st.floats(width=32, allow_nan=False, allow_infinity=False),
+        weights=st.lists(st.integers(1, 1000), min_size=1, max_size=9),
+    )
+    def test_of_equal_values_keeps_their_bits(self, value, weights):
+        values = [np.float32(value)] * len(weights)
+        result = weighted_mean(values, weights)
+        # TensorFlow's kernels flush subnormal numbers to 0.
+        expected = value if abs(value) >= np.finfo("float32").tiny else 0.0
+        assert result in (value, expected)
+
+    def test_of_one_replica_keeps_its_bits(self):
+        value = np.array([0.1, -0.0, 1e-45, 3e38], "float32")
+        result = weighted_mean([value], [7])
+        assert result.tobytes() == value.tobytes()
+
+    def test_does_not_overflow(self):
+        largest = np.float32(3e38)
+        assert weighted_mean([largest] * 3, [1, 1, 1]) == largest
+
+    def test_of_half_precision_is_taken_in_float32(self):
+        values = [np.float16(60000)] * 2
+        result = weighted_mean(values, [1, 1])
+        assert result.dtype == np.float32
+        assert result == 60000
+
+    def test_of_float64_is_taken_in_float64(self):
+        values = [np.float64(1), np.float64(1 + 2**-40)]
+        assert weighted_mean(values, [1, 1]) == 1 + 2**-41
+
+    def test_ratios_are_not_rounded_to_float32_for_float64(self):
+        values = [np.float64(0), np.float64(3)]
+        assert weighted_mean(values, [2, 1]) == pytest.approx(1, abs=1e-15)
+
+    @hypothesis.given(
+        st.lists(
+            st.tuples(
+                st.floats(-1e6, 1e6, width=32), st.integers(0, 100)
+            ),
+            min_size=2,
+            max_size=6,
+        ).filter(lambda pairs: any(weight for _, weight in pairs))
+    )
+    def test_equals_the_definition_in_float64(self, pairs):
+        values, weights = zip(*pairs)
+        expected = np.average(np.float64(values), weights=weights)
+        result = weighted_mean(np.float32(values), weights)
+        # One rounding per product and sum, of numbers up to 2e6 in size.
+        tolerance = 4 * len(pairs) * np.finfo("float32").eps
+        scale = max(map(abs, values))
+        assert abs(result - expected) <= tolerance * 2 * scale + 1e-37
+
+
+class TestPooledVariance:
+    def test_adds_the_variance_of_the_means(self):
+        shares = mean.shares([1, 1])
+        result = mean.pooled_variance(
+            [tf.constant(1.0), tf.constant(1.0)],
+            [tf.constant(0.0), tf.constant(4.0)],
+            tf.constant(2.0),
+            tf.constant(shares.ratios, tf.float64),
+            shares.anchor,
+        )
+        assert result.numpy() == 5.0
+
+    def test_is_the_variance_of_all_rows_together(self):
+        rng = np.random.default_rng(0)
+        parts = [rng.normal(3, 2, 100), rng.normal(-1, 1, 300)]
+        shares = mean.shares([100, 300])
+        ratios = tf.constant(shares.ratios, tf.float64)
+        means = [tf.constant(part.mean()) for part in parts]
+        variances = [tf.constant(part.var()) for part in parts]
+        center = mean.weighted_mean(means, ratios, shares.anchor)
+        result = mean.pooled_variance(
+            variances, means, center, ratios, shares.anchor
+        )
+        everything = np.concatenate(parts)
+        # Float64 rounding of sums over 400 rows.
+        np.testing.assert_allclose(result, everything.var(), rtol=1e-12)

@@ -1,0 +1,206 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tf_avgstrategy as avg
+import toys
+
+
+class TestReplicas:
+    def test_takes_all_virtual_cpus_without_gpus(self):
+        assert avg.ParameterAveragingStrategy().num_replicas_in_sync == 4
+
+    def test_there_is_one_replica_inside_and_all_of_them_outside(self):
+        strategy = toys.make_strategy(3)
+        inside = []
+
+        def note():
+            replica = tf.distribute.get_replica_context()
+            inside.append(
+                (
+                    tf.distribute.get_strategy().num_replicas_in_sync,
+                    replica.num_replicas_in_sync,
+                )
+            )
+
+        strategy.run(note)
+        assert inside == [(1, 1)] * 3
+        assert strategy.num_replicas_in_sync == 3
+        with strategy.scope():
+            assert strategy.num_replicas_in_sync == 3
+
+    def test_all_reduce_in_a_replica_gives_its_own_value(self):
+        strategy = toys.make_strategy(2)
+
+        @tf.function
+        def run(value):
+            def reduce(value):
+                replica = tf.distribute.get_replica_context()
+                return replica.all_reduce("SUM", {"a": value, "b": [value]})
+
+            return strategy.run(reduce, args=(value,))
+
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(float(context.replica_id_in_sync_group))
+        )
+        result = run(values)
+        for part in (result["a"], result["b"][0]):
+            assert strategy.experimental_local_results(part) == (0.0, 1.0)
+
+    def test_reduce_over_replicas_works_as_under_any_strategy(self):
+        strategy = toys.make_strategy(2)
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                [float(context.replica_id_in_sync_group)] * 2
+            )
+        )
+        total = strategy.reduce("SUM", values, axis=None)
+        np.testing.assert_array_equal(total, [1.0, 1.0])
+        assert strategy.reduce("MEAN", values, axis=0) == 0.5
+
+    def test_another_strategys_answers_do_not_change(self):
+        ours = toys.make_strategy(2)
+        stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with ours.scope():
+            assert stock.extended._use_merge_call()
+
+    def test_counts_training_steps_and_the_rows_of_each_replica(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            model = toys.slope_model()
+        x, y = np.ones([7, 1], "float32"), np.ones([7, 1], "float32")
+        toys.fit(model, x, y, batch_size=4)
+        assert strategy.training_progress() == (2, (4, 3))
+        model.evaluate(toys.dataset((x, y), 4), verbose=0)
+        model.predict(toys.dataset(x, 4), verbose=0)
+        assert strategy.training_progress() == (2, (4, 3))
+
+    @pytest.mark.parametrize("kind", ["traced inside", "eager", "lambda"])
+    def test_counts_steps_of_custom_loops(self, kind):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            v = tf.Variable(1.0)
+
+        def step(x):
+            v.assign_sub(tf.reduce_mean(x))
+
+        traced = tf.function(step)
+        for _ in range(3):
+            x = strategy.experimental_distribute_values_from_function(
+                lambda context: tf.ones([2 + context.replica_id_in_sync_group])
+            )
+            if kind == "traced inside":
+                strategy.run(traced, args=(x,))
+            elif kind == "eager":
+                strategy.run(step, args=(x,))
+            else:
+                strategy.run(lambda x: traced(x), args=(x,))
+        assert strategy.training_progress() == (3, (6, 9))
+
+    def test_autograph_converts_the_users_step(self):
+        strategy = toys.make_strategy(2)
+
+        @tf.function
+        def step(x):
+            total = 0.0
+            for value in x:
+                if value > 1.0:
+                    total += value
+            return total
+
+        x = tf.constant([1.0, 2.0, 3.0])
+        for run in (
+            lambda: strategy.run(step, args=(x,)),
+            tf.function(lambda: strategy.run(step.python_function, args=(x,))),
+        ):
+            assert strategy.experimental_local_results(run()) == (5.0, 5.0)
+
+
+class TestErrors:
+    def test_xla_around_all_replicas_is_refused(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            model = toys.slope_model(jit_compile=True)
+        x, y = toys.slope_rows(2)
+        with pytest.raises(
+            ValueError, match="function that XLA compiles.*PeriodicAveraging"
+        ):
+            model.evaluate(x, y, verbose=0)
+
+    def test_an_optimizer_from_outside_the_scope_is_refused(self):
+        strategy = toys.make_strategy(2)
+        optimizer = keras.optimizers.Adam()
+        with strategy.scope():
+            model = toys.slope_model(optimizer)
+        with pytest.raises(
+            ValueError, match=r"belong inside\s+`strategy.scope\(\)`.*Move"
+        ):
+            toys.fit(model, *toys.slope_rows(2), batch_size=2)
+        assert toys.scalars(model.trainable_variables[0]) == [4.0, 4.0]
+
+    def test_other_errors_pass_through_the_scope(self):
+        with pytest.raises(RuntimeError, match="^other$"):
+            with toys.make_strategy(2).scope():
+                raise RuntimeError("other")
+
+
+class TestDropout:
+    def masks(self, num_replicas, seed=1, **arguments):
+        keras.utils.set_random_seed(seed)
+        strategy = toys.make_strategy(num_replicas)
+        with strategy.scope():
+            layer = layers.Dropout(0.5, **arguments)
+            layer.build((8, 64))
+        ones = tf.ones([8, 64])
+        run = tf.function(
+            lambda: strategy.run(lambda: layer(ones, training=True))
+        )
+        results = [run() for _ in range(2)]
+        return [
+            mask.numpy()
+            for result in results
+            for mask in strategy.experimental_local_results(result)
+        ]
+
+    @pytest.mark.core
+    @pytest.mark.parametrize("arguments", [{}, {"seed": 7}])
+    def test_masks_differ_between_replicas_and_steps(self, arguments):
+        masks = self.masks(4, **arguments)
+        different = {mask.tobytes() for mask in masks}
+        assert len(different) == 8
+
+    def test_masks_are_reproducible(self):
+        np.testing.assert_array_equal(self.masks(2), self.masks(2))
+        assert not np.array_equal(self.masks(2), self.masks(2, seed=2))
+
+    def test_replica_0_has_the_masks_of_a_single_device(self):
+        many = self.masks(3)
+        alone = self.masks(1)
+        np.testing.assert_array_equal(many[0], alone[0])
+        np.testing.assert_array_equal(many[3], alone[1])
+
+    def test_tensorflows_own_random_ops_differ_between_replicas(self):
+        tf.random.set_seed(1)
+        strategy = toys.make_strategy(2)
+        data = strategy.experimental_distribute_dataset(
+            toys.dataset(np.ones([4, 1]), 2)
+        )
+
+        @tf.function
+        def run(x):
+            # The size of x is unknown: each replica is a graph of its own.
+            return strategy.run(lambda x: tf.random.uniform([4]), args=(x,))
+
+        for x in data:
+            first, second = strategy.experimental_local_results(run(x))
+            assert not np.array_equal(first, second)
+
+    def test_a_random_generator_differs_between_replicas(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            generator = tf.random.Generator.from_seed(3)
+        result = strategy.run(lambda: generator.uniform([4]))
+        first, second = strategy.experimental_local_results(result)
+        assert not np.array_equal(first, second)

@@ -1,0 +1,155 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import toys
+from tf_avgstrategy import variables
+
+
+def make_variable(value, num_replicas=2, **arguments):
+    strategy = toys.make_strategy(num_replicas)
+    with strategy.scope():
+        return strategy, tf.Variable(value, **arguments)
+
+
+class TestReplicaLocalVariable:
+    def test_each_replica_writes_and_reads_its_own_copy(self):
+        strategy, v = make_variable(1.0)
+
+        @tf.function
+        def run():
+            def write():
+                replica = tf.distribute.get_replica_context()
+                offset = tf.cast(replica.replica_id_in_sync_group, tf.float32)
+                v.assign_add(offset)
+                return v.read_value()
+
+            return strategy.run(write)
+
+        assert strategy.experimental_local_results(run()) == (1.0, 2.0)
+        assert toys.scalars(v) == [1.0, 2.0]
+
+    @pytest.mark.parametrize("inside_scope", [True, False])
+    def test_a_read_outside_a_replica_is_the_mean(self, inside_scope):
+        strategy, v = make_variable(0.0)
+        toys.assign_per_replica(v, [1.0, 4.0])
+        reads = {
+            "numpy": lambda: v.numpy(),
+            "read_value": lambda: v.read_value(),
+            "value": lambda: v.value(),
+            "convert": lambda: tf.convert_to_tensor(v),
+            "operator": lambda: v + 0.0,
+            "traced": lambda: tf.function(lambda: v + 0.0)(),
+        }
+        for name, read in reads.items():
+            if inside_scope:
+                with strategy.scope():
+                    assert float(read()) == 2.5, name
+            else:
+                assert float(read()) == 2.5, name
+
+    def test_the_mean_of_equal_copies_has_their_bits(self):
+        _, v = make_variable(0.1, num_replicas=3)
+        assert v.numpy() == np.float32(0.1)
+
+    def test_a_mean_in_half_precision_does_not_overflow(self):
+        _, v = make_variable(60000.0, dtype=tf.float16)
+        assert v.numpy() == 60000
+
+    def test_a_read_of_integers_is_replica_0s(self):
+        _, v = make_variable([0, 0], dtype=tf.int32)
+        toys.assign_per_replica(v, [3, 4])
+        np.testing.assert_array_equal(v.numpy(), [3, 3])
+
+    def test_a_write_outside_a_replica_goes_to_every_copy(self):
+        _, v = make_variable(0.0)
+        toys.assign_per_replica(v, [1.0, 4.0])
+        v.assign_add(1.0)
+        assert toys.scalars(v) == [2.0, 5.0]
+        v.assign(7.0)
+        assert toys.scalars(v) == [7.0, 7.0]
+
+    @pytest.mark.parametrize(
+        "synchronization",
+        [
+            tf.VariableSynchronization.AUTO,
+            tf.VariableSynchronization.ON_WRITE,
+        ],
+    )
+    def test_every_variable_is_replica_local(self, synchronization):
+        _, v = make_variable(
+            1.0,
+            synchronization=synchronization,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+        assert len(variables.replica_copies(v)) == 2
+
+    def test_a_metrics_variable_stays_a_sum_over_replicas(self):
+        strategy, v = make_variable(
+            0.0,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+        strategy.run(lambda: v.assign_add(2.0))
+        assert v.numpy() == 4.0
+        assert variables.replica_copies(v) is None
+
+    def test_checkpoint_holds_the_mean_and_restores_it_everywhere(
+        self, tmp_path
+    ):
+        strategy, v = make_variable(0.0)
+        toys.assign_per_replica(v, [1.0, 4.0])
+        path = tf.train.Checkpoint(v=v).write(str(tmp_path / "file"))
+        assert toys.scalars(v) == [1.0, 4.0]
+        plain = tf.Variable(0.0)
+        tf.train.Checkpoint(v=plain).read(path).assert_consumed()
+        assert plain.numpy() == 2.5
+        tf.train.Checkpoint(v=v).read(path).assert_consumed()
+        assert toys.scalars(v) == [2.5, 2.5]
+
+    def test_strategies_of_one_process_do_not_meet(self):
+        first, v = make_variable(1.0)
+        second, w = make_variable(2.0, num_replicas=3)
+        first.run(lambda: v.assign_add(1.0))
+        second.run(lambda: w.assign_add(1.0))
+        assert (v.numpy(), w.numpy()) == (2.0, 3.0)
+
+
+class TestReplicaSeedVariable:
+    NAME = "dropout/seed_generator_state"
+
+    def seeds(self, num_replicas=3):
+        return make_variable(
+            [5, 0], num_replicas, dtype=tf.int64, name=self.NAME
+        )
+
+    def test_every_replica_has_its_own_seed_and_the_same_counter(self):
+        _, v = self.seeds()
+        states = np.array(toys.copies(v))
+        assert len(set(states[:, 0])) == 3
+        np.testing.assert_array_equal(states[:, 1], [0, 0, 0])
+
+    def test_outside_there_is_one_state_for_any_number_of_replicas(self):
+        for num_replicas in (1, 2, 4):
+            _, v = self.seeds(num_replicas)
+            np.testing.assert_array_equal(v.numpy(), [5, 0])
+
+    def test_a_state_that_is_loaded_is_spread_over_replicas_again(self):
+        _, v = self.seeds()
+        before = toys.copies(v)
+        v.assign([5, 0])
+        np.testing.assert_array_equal(toys.copies(v), before)
+        v.assign([6, 9])
+        states = np.array(toys.copies(v))
+        np.testing.assert_array_equal(states - before, [[1, 9]] * 3)
+        np.testing.assert_array_equal(v.numpy(), [6, 9])
+
+    def test_a_replica_advances_its_own_state(self):
+        strategy, v = self.seeds(2)
+        before = np.array(toys.copies(v))
+        strategy.run(lambda: v.assign(v + tf.constant([0, 1], tf.int64)))
+        np.testing.assert_array_equal(toys.copies(v), before + [0, 1])
+
+    def test_replica_0_has_the_seed_of_a_single_device(self):
+        _, v = self.seeds()
+        np.testing.assert_array_equal(toys.copies(v)[0], [5, 0])
