@@ -76,9 +76,7 @@ class TestWeightedMean:
 
     @hypothesis.given(
         st.lists(
-            st.tuples(
-                st.floats(-1e6, 1e6, width=32), st.integers(0, 100)
-            ),
+            st.tuples(st.floats(-1e6, 1e6, width=32), st.integers(0, 100)),
             min_size=2,
             max_size=6,
         ).filter(lambda pairs: any(weight for _, weight in pairs))

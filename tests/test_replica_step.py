@@ -93,7 +93,9 @@ class TestReplicaStep:
             def draw():
                 return tf.random.uniform([4])
 
-            return [make_step(draw, compiled=True)(r, 1, (), {}) for r in (0, 1)]
+            return [
+                make_step(draw, compiled=True)(r, 1, (), {}) for r in (0, 1)
+            ]
 
         first, second = run()
         assert not np.array_equal(first, second)

@@ -22,7 +22,8 @@ class TestPeriodic:
     @pytest.mark.parametrize("period", [0, -1])
     def test_rejects_a_period_below_one(self, period):
         with pytest.raises(
-            ValueError, match=rf"`period` must be .* >= 1.*period={period}\..*=1"
+            ValueError,
+            match=rf"`period` must be .* >= 1.*period={period}\..*=1",
         ):
             schedules.Periodic(period)
 

@@ -20,7 +20,6 @@ def rules_of(build, optimizer, *, slots="mean", overrides=None):
         [optimizer],
         slots=slots,
         overrides=overrides or {},
-        strategy=strategy,
     )
 
 
@@ -83,7 +82,7 @@ class TestModelState:
         with strategy.scope():
             metric = keras.metrics.Mean()
         (total, count) = state.state_rules(
-            metric.variables, [], slots="mean", overrides={}, strategy=strategy
+            metric.variables, [], slots="mean", overrides={}
         )
         assert total.rule == count.rule == "keep"
 
@@ -91,9 +90,7 @@ class TestModelState:
         strategy = toys.make_strategy(2)
         with strategy.scope():
             v = tf.Variable(1.0)
-        rules = state.state_rules(
-            [v, v], [], slots="mean", overrides={}, strategy=strategy
-        )
+        rules = state.state_rules([v, v], [], slots="mean", overrides={})
         assert len(rules) == 1
 
 
@@ -125,9 +122,7 @@ class TestOptimizerState:
     def test_the_loss_scale_is_a_minimum_and_its_counter_restarts(self):
         rules = rules_of(
             dense_model,
-            lambda: optimizers.LossScaleOptimizer(
-                optimizers.SGD(momentum=0.9)
-            ),
+            lambda: optimizers.LossScaleOptimizer(optimizers.SGD(momentum=0.9)),
         )
         by_kind = {rule.kind: rule for rule in rules}
         assert by_kind["loss scale"].rule == "minimum"
@@ -235,7 +230,10 @@ class TestOverrides:
             ({"kernel": "reset"}, "weight must be .*'mean', 'keep'.*'reset'"),
             ({"kernel": "maximum"}, "Received: 'maximum' for .*kernel"),
             ({"iteration": "keep"}, "'iteration', which matches.*counters"),
-            ({"kernel": "keep", "/k": "mean"}, "Two patterns.*'kernel' and '/k'"),
+            (
+                {"kernel": "keep", "/k": "mean"},
+                "Two patterns.*'kernel' and '/k'",
+            ),
         ],
     )
     def test_rejects(self, overrides, message):
@@ -248,13 +246,7 @@ class TestErrors:
         strategy = toys.make_strategy(2)
         model = dense_model()
         with pytest.raises(ValueError, match="variable '.*kernel'.*Move the"):
-            state.state_rules(
-                model.variables,
-                [],
-                slots="mean",
-                overrides={},
-                strategy=strategy,
-            )
+            state.check_scope(model.variables, [], strategy)
 
     @pytest.mark.parametrize("slots", ["sum", None, True])
     def test_unknown_rules_for_slots_are_refused(self, slots):

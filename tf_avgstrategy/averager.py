@@ -84,11 +84,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._optimizers = list(optimizers)
         self._slots = slots
         self._overrides = dict(overrides or {})
-        self._rules = self._find_rules()
+        state.check_scope(variables, optimizers, strategy)
         self._build_optimizer()
         self._steps_per_update = state.gradient_accumulation_steps(optimizers)
         self._step_offset = state.accumulated_steps(optimizers)
         self._num_optimizer_variables = None
+        self._refresh_rules()
         self._is_pending = False
         self._seen = strategy.training_progress()
         self.steps = 0
@@ -211,23 +212,18 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 "None to weigh replicas by the rows that they have seen."
             )
 
-    def _find_rules(self):
-        return state.state_rules(
+    def _refresh_rules(self):
+        """Takes in slots that optimizers built since the last time."""
+        num_variables = [len(o.variables) for o in self._optimizers]
+        if num_variables == self._num_optimizer_variables:
+            return
+        self._rules = state.state_rules(
             self._variables,
             self._optimizers,
             slots=self._slots,
             overrides=self._overrides,
-            strategy=self._strategy,
         )
-
-    def _refresh_rules(self):
-        """Takes in slots of optimizers that a step built since the last time.
-        """
-        num_variables = [len(o.variables) for o in self._optimizers]
-        if num_variables == self._num_optimizer_variables:
-            return
         self._num_optimizer_variables = num_variables
-        self._rules = self._find_rules()
         self._plan = buckets.plan_buckets(
             self._specs(), self._communicator.bucket_bytes
         )

@@ -15,6 +15,7 @@ __all__ = [
     "SLOT_RULES",
     "StateRule",
     "accumulated_steps",
+    "check_scope",
     "check_slots",
     "find_optimizers",
     "gradient_accumulation_steps",
@@ -80,7 +81,7 @@ class _Found(NamedTuple):
     initial_value: float = 0.0
 
 
-def state_rules(variables, optimizers, *, slots, overrides, strategy):
+def state_rules(variables, optimizers, *, slots, overrides):
     """Decides what a round does to each variable of a model.
 
     Args:
@@ -88,20 +89,15 @@ def state_rules(variables, optimizers, *, slots, overrides, strategy):
         optimizers: List of built `keras.optimizers.Optimizer`.
         slots: "mean", "keep" or "reset", the rule of optimizer slots.
         overrides: Dict from regular expression, searched in the path, to rule.
-        strategy: The strategy in whose scope all variables were made.
 
     Returns:
         List of `StateRule`, each variable once, in a fixed order.
 
     Raises:
-        ValueError: If a pattern matches no variable that has the rule, if two
-            patterns disagree, or if a variable was made outside the scope.
+        ValueError: If a pattern matches no variable that can have the rule, or
+            if two patterns disagree.
     """
-    found = _unique(_model_state(variables))
-    for optimizer in optimizers:
-        found = _unique([*found, *_optimizer_state(optimizer)])
-    for item in found:
-        _check_scope(item.variable, strategy)
+    found = _find(variables, optimizers)
     asked = _asked_rules(found, overrides)
     return [
         StateRule(
@@ -115,6 +111,25 @@ def state_rules(variables, optimizers, *, slots, overrides, strategy):
         )
         for item in found
     ]
+
+
+def check_scope(variables, optimizers, strategy):
+    """Raises a ValueError if a variable was made outside the scope.
+
+    Args:
+        variables: List of `keras.Variable` or `tf.Variable`, the model's.
+        optimizers: List of `keras.optimizers.Optimizer`.
+        strategy: The strategy in whose scope all of them must be made.
+    """
+    for item in _find(variables, optimizers):
+        if _strategy_of(item.variable) is not strategy:
+            raise ValueError(
+                "Model and optimizer must be made inside `strategy.scope()`, "
+                "where every replica gets its own copy of each variable. "
+                f"Received: variable {_path(item.variable)!r} that was made "
+                "outside. Move the line that makes it under `with "
+                "strategy.scope():`."
+            )
 
 
 def check_slots(slots):
@@ -165,6 +180,13 @@ def accumulated_steps(optimizers):
         for optimizer in optimizers
         for part in _parts(optimizer)
     )
+
+
+def _find(variables, optimizers):
+    found = list(_model_state(variables))
+    for optimizer in optimizers:
+        found.extend(_optimizer_state(optimizer))
+    return _unique(found)
 
 
 def _model_state(variables):
@@ -288,9 +310,7 @@ def _asked_rules(found, overrides):
 
 def _with_slots_of_kept_weights(found, rules):
     """Slots stay with a weight that stays local, unless asked otherwise."""
-    kept = {
-        id(_raw(f.variable)) for f in found if rules.get(id(f)) == "keep"
-    }
+    kept = {id(_raw(f.variable)) for f in found if rules.get(id(f)) == "keep"}
     for item in found:
         if item.owner is not None and id(_raw(item.owner)) in kept:
             rules.setdefault(id(item), "keep")
@@ -303,16 +323,6 @@ def _unique(found):
     for item in found:
         by_id.setdefault(id(_raw(item.variable)), item)
     return list(by_id.values())
-
-
-def _check_scope(variable, strategy):
-    if _strategy_of(variable) is not strategy:
-        raise ValueError(
-            "Model and optimizer must be made inside `strategy.scope()`, where "
-            "every replica gets its own copy of each variable. Received: "
-            f"variable {_path(variable)!r} that was made outside. Move the "
-            "line that makes it under `with strategy.scope():`."
-        )
 
 
 def _strategy_of(variable):
