@@ -64,8 +64,9 @@ def fit_slope(steps, period, *, model=None, strategy=None, **options):
     """Trains T1 with one row per replica. Returns the model and the callback."""
     strategy = strategy or make_strategy()
     optimizer = options.pop("optimizer", sgd)
+    model_arguments = options.pop("model_arguments", {})
     with strategy.scope():
-        model = model or slope_model(optimizer())
+        model = model or slope_model(optimizer(), **model_arguments)
     averaging = avg.PeriodicAveraging(period, **options)
     fit(model, *slope_rows(steps), batch_size=2, callbacks=[averaging])
     return model, averaging

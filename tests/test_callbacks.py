@@ -1,0 +1,497 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras import optimizers
+
+import tf_avgstrategy as avg
+import toys
+
+
+def momentum():
+    return toys.sgd(momentum=0.5)
+
+
+def adam():
+    return optimizers.Adam(0.1)
+
+
+class TestRounds:
+    @pytest.mark.core
+    @pytest.mark.parametrize(
+        ("period", "steps"), [(1, 2), (2, 4), (2, 6), (2, 8), (3, 6), (4, 4)]
+    )
+    def test_follow_the_hand_computed_trajectory(self, period, steps):
+        model, averaging = toys.fit_slope(steps, period)
+        assert (
+            toys.scalars(model.trainable_variables[0])
+            == [toys.T1_WEIGHTS[period, steps]] * 2
+        )
+        assert averaging.averager.rounds == steps // period
+
+    @pytest.mark.core
+    @pytest.mark.parametrize(
+        ("slots", "weight", "velocities"),
+        [
+            # v after two steps: -1.25 and 2; their mean is 0.375.
+            ("mean", 5.98046875, [-0.41015625] * 2),
+            ("keep", 5.67578125, [-1.9921875, 0.5625]),
+            ("reset", 5.81640625, [0.0, 0.0]),
+        ],
+    )
+    def test_with_momentum_follow_each_slot_rule(
+        self, slots, weight, velocities
+    ):
+        model, _ = toys.fit_slope(4, 2, slots=slots, optimizer=momentum)
+        assert toys.weight(model) == weight
+        assert toys.scalars(model.optimizer.variables[-1]) == velocities
+
+    @pytest.mark.core
+    @pytest.mark.parametrize(
+        ("slots", "first_moments", "second_moments"),
+        [
+            ("mean", [-2.25] * 2, [1.060596] * 2),
+            ("keep", [1.5, -6.0], [0.124776, 1.996416]),
+            ("reset", [0.0, 0.0], [0.0, 0.0]),
+        ],
+    )
+    def test_with_adam_follow_each_slot_rule(
+        self, slots, first_moments, second_moments
+    ):
+        model, _ = toys.fit_slope(2, 2, slots=slots, optimizer=adam)
+        m, v = model.optimizer.variables[-2:]
+        # Adam's 0.9 and 0.999 are not exact in float32.
+        np.testing.assert_allclose(toys.weight(model), 4.0, atol=1e-6)
+        np.testing.assert_allclose(toys.scalars(m), first_moments, atol=1e-5)
+        np.testing.assert_allclose(toys.scalars(v), second_moments, atol=1e-5)
+        assert toys.scalars(model.optimizer.iterations) == [2, 2]
+
+    def test_come_at_the_end_of_fit_but_never_twice_in_a_row(self):
+        assert toys.fit_slope(2, 10)[1].averager.rounds == 1
+        assert toys.fit_slope(2, 2)[1].averager.rounds == 1
+        assert toys.fit_slope(3, 2)[1].averager.rounds == 2
+
+    def test_come_before_validation(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model()
+        averaging = avg.PeriodicAveraging(10)
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_test_batch_begin(self, batch, logs=None):
+                seen.append(toys.scalars(model.trainable_variables[0]))
+
+        history = toys.fit(
+            model,
+            *toys.slope_rows(2),
+            batch_size=2,
+            callbacks=[Look(), averaging],
+            validation_data=toys.dataset(toys.slope_rows(1), 2),
+            epochs=2,
+        )
+        # 2.25 and 8 -> 5.125; then 2.8828125 and 8 -> 5.44140625.
+        assert seen == [[5.125] * 2, [5.44140625] * 2]
+        assert averaging.averager.rounds == 2
+        # (5.125**2 + 5.75**2) / 2: both rows on the mean.
+        assert history.history["val_loss"][0] == 29.6640625
+
+    def test_warm_up_averages_every_step(self):
+        model, averaging = toys.fit_slope(4, 2, warmup_steps=2)
+        # 6.0625 after two synchronous steps, then 3.41015625 and 8.
+        assert toys.weight(model) == 5.705078125
+        assert averaging.averager.rounds == 3
+
+    def test_go_on_counting_over_several_fits(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model()
+        averaging = avg.PeriodicAveraging(4)
+        for _ in range(2):
+            toys.fit(
+                model,
+                *toys.slope_rows(3),
+                batch_size=2,
+                callbacks=[averaging],
+            )
+        # After steps 3 (end), 4, 6 (end).
+        assert averaging.averager.rounds == 3
+        assert averaging.averager.steps == 6
+
+    def test_with_several_steps_per_execution(self):
+        # 6 steps with 4 an execution: 4, then the 2 that the data is left
+        # with. The round after step 4 is in time, the end of fit is one more.
+        model, averaging = toys.fit_slope(
+            6, 4, model_arguments={"steps_per_execution": 4}
+        )
+        assert averaging.averager.rounds == 2
+        assert averaging.averager.steps == 6
+
+    def test_with_gradient_accumulation_count_updates(self):
+        model, averaging = toys.fit_slope(
+            8, 2, optimizer=lambda: toys.sgd(gradient_accumulation_steps=2)
+        )
+        # Two equal micro-batches make one step of T1.
+        assert toys.weight(model) == toys.T1_WEIGHTS[2, 4]
+        assert averaging.averager.rounds == 2
+
+    def test_a_half_accumulated_gradient_stays_on_its_replica(self):
+        model, averaging = toys.fit_slope(
+            3, 1, optimizer=lambda: toys.sgd(gradient_accumulation_steps=2)
+        )
+        # Step 2 averages; step 3 accumulates; the end of fit must average.
+        assert averaging.averager.rounds == 2
+        (accumulator,) = [
+            v for v in model.optimizer.variables if "accumulator" in v.path
+        ]
+        # At w = 5.5 the gradients are 2w on A and 8w - 64 on B.
+        assert toys.scalars(accumulator) == [11.0, -20.0]
+        assert toys.scalars(model.trainable_variables[0]) == [5.5, 5.5]
+
+    def test_print_nothing(self, capsys):
+        toys.fit_slope(2, 1)
+        assert capsys.readouterr().out == ""
+
+
+class TestOneReplica:
+    def fit(self, make_optimizer, replicas):
+        keras.utils.set_random_seed(3)
+        build = lambda: keras.Sequential(  # noqa: E731
+            [
+                layers.Input((6,)),
+                layers.Dense(5, activation="relu", kernel_regularizer="l2"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(2),
+            ]
+        )
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(18, 6)).astype("float32")
+        y = rng.normal(size=(18, 2)).astype("float32")
+        callbacks = []
+        strategy = tf.distribute.get_strategy()
+        if replicas:
+            strategy = toys.make_strategy(1)
+            callbacks = [avg.PeriodicAveraging(2)]
+        with strategy.scope():
+            model = build()
+            model.compile(make_optimizer(), "mse")
+            model.optimizer.build(model.trainable_variables)
+        history = toys.fit(
+            model,
+            x,
+            y,
+            batch_size=4,
+            epochs=2,
+            callbacks=callbacks,
+            validation_data=toys.dataset((x, y), 4),
+        )
+        state = model.variables + model.optimizer.variables
+        return [v.numpy() for v in state], history.history
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            name
+            for name in sorted(dir(optimizers))
+            if isinstance(getattr(optimizers, name), type)
+            and issubclass(getattr(optimizers, name), optimizers.Optimizer)
+            and name
+            not in (
+                "Optimizer",
+                "TFOptimizer",
+                "MultiOptimizer",
+                "LossScaleOptimizer",
+            )
+        ]
+        + ["ema", "accumulation", "loss_scale"],
+    )
+    def test_equals_plain_keras_bit_for_bit(self, name):
+        make = {
+            "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9),
+            "accumulation": lambda: optimizers.Adam(
+                0.01, gradient_accumulation_steps=2
+            ),
+            "loss_scale": lambda: optimizers.LossScaleOptimizer(
+                optimizers.SGD(0.1)
+            ),
+        }.get(name, lambda: getattr(optimizers, name)(0.01))
+        plain, plain_history = self.fit(make, replicas=0)
+        ours, history = self.fit(make, replicas=1)
+        for expected, value in zip(plain, ours, strict=True):
+            np.testing.assert_array_equal(value, expected)
+        assert history == plain_history
+
+
+class TestPeriodOne:
+    """Period 1 and synchronous training on the whole batch."""
+
+    def fit(self, optimizer, replicas):
+        keras.utils.set_random_seed(3)
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(64, 6)).astype("float32")
+        y = rng.normal(size=(64, 1)).astype("float32")
+        strategy = tf.distribute.get_strategy()
+        callbacks = []
+        if replicas > 1:
+            strategy = toys.make_strategy(replicas)
+            callbacks = [avg.PeriodicAveraging(1)]
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    layers.Input((6,)),
+                    layers.Dense(8, activation="tanh"),
+                    layers.Dense(1),
+                ]
+            )
+            model.compile(optimizer(), "mse")
+        toys.fit(model, x, y, batch_size=8, epochs=2, callbacks=callbacks)
+        return np.concatenate([w.ravel() for w in model.get_weights()])
+
+    @pytest.mark.parametrize("replicas", [2, 4])
+    @pytest.mark.parametrize(
+        "arguments",
+        [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}],
+    )
+    def test_with_sgd_are_the_same(self, arguments, replicas):
+        def make():
+            return optimizers.SGD(0.1, **arguments)
+
+        # 16 steps of sums taken in another order, each 1e-7 relative.
+        np.testing.assert_allclose(
+            self.fit(make, replicas), self.fit(make, 1), atol=5e-6
+        )
+
+    def test_with_adam_are_not(self):
+        def make():
+            return optimizers.Adam(0.01)
+
+        difference = np.abs(self.fit(make, 2) - self.fit(make, 1)).max()
+        assert difference > 1e-3
+
+
+class TestXla:
+    @pytest.mark.core
+    def test_compiles_each_replicas_step(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model(jit_compile=True)
+        for steps, expected in [(4, 5.44140625), (4, 5.555423736572265625)]:
+            toys.fit(
+                model,
+                *toys.slope_rows(steps),
+                batch_size=2,
+                callbacks=[avg.PeriodicAveraging(2)],
+            )
+            assert toys.weight(model) == expected
+        assert strategy.training_progress().steps == 8
+        # evaluate and predict work, without XLA.
+        model.evaluate(*toys.slope_rows(1), verbose=0)
+
+    def test_equals_the_uncompiled_run(self):
+        def run(**arguments):
+            keras.utils.set_random_seed(3)
+            strategy = toys.make_strategy()
+            with strategy.scope():
+                model = keras.Sequential(
+                    [layers.Input((4,)), layers.Dense(8), layers.Dense(1)]
+                )
+                model.compile(optimizers.Adam(0.01), "mse", **arguments)
+            x = np.random.default_rng(0).normal(size=(30, 4)).astype("float32")
+            toys.fit(
+                model,
+                x,
+                x[:, :1],
+                batch_size=8,
+                callbacks=[avg.PeriodicAveraging(2)],
+            )
+            return model.get_weights()
+
+        for ours, compiled in zip(run(), run(jit_compile=True)):
+            # XLA fuses and reorders float32 arithmetic.
+            np.testing.assert_allclose(compiled, ours, atol=1e-6)
+
+    def test_is_not_left_out(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model(jit_compile=True)
+        avg.PeriodicAveraging(1).set_model(model)
+        x = tf.ones([1, 1])
+        graph = (
+            tf.function(lambda: strategy.run(model.train_step, args=((x, x),)))
+            .get_concrete_function()
+            .graph
+        )
+        definition = graph.as_graph_def()
+        nodes = [*definition.node]
+        for function in definition.library.function:
+            nodes.extend(function.node_def)
+        compiled = [
+            node.device
+            for node in nodes
+            if "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
+        ]
+        assert len(set(compiled)) == 2
+
+
+class TestEma:
+    @pytest.mark.parametrize("rule", ["mean", "keep"])
+    def test_weights_end_equal_after_the_average_replaced_them(self, rule):
+        overrides = {"_average": "keep"} if rule == "keep" else None
+        for steps in (3, 4):
+            model, _ = toys.fit_slope(
+                steps,
+                2,
+                optimizer=lambda: toys.sgd(use_ema=True, ema_momentum=0.5),
+                overrides=overrides,
+            )
+            first, second = toys.scalars(model.trainable_variables[0])
+            assert first == second
+
+    def test_average_is_of_the_averaged_path(self):
+        model, _ = toys.fit_slope(
+            2, 2, optimizer=lambda: toys.sgd(use_ema=True, ema_momentum=0.5)
+        )
+        # Keras' average takes the first value whole: A 3 then (3 + 2.25) / 2,
+        # B 8 and 8; the mean of 2.625 and 8, which then replaces the weight.
+        assert toys.weight(model) == 5.3125
+
+
+class TestOptimizerFromOutsideTheScope:
+    def test_without_slots_is_made_again_inside(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = keras.Sequential([layers.Input((1,)), toys.slope_layer()])
+        model.compile(toys.sgd(), "mse")
+        toys.fit(
+            model,
+            *toys.slope_rows(4),
+            batch_size=2,
+            callbacks=[avg.PeriodicAveraging(2)],
+        )
+        assert toys.weight(model) == 5.44140625
+
+
+class TestDescribe:
+    def test_after_fit(self):
+        _, averaging = toys.fit_slope(2, 1, optimizer=momentum)
+        assert "kernel_momentum" in averaging.describe()
+
+    def test_before_fit_is_an_error(self):
+        with pytest.raises(RuntimeError, match="from the start of `fit` on"):
+            avg.PeriodicAveraging(1).describe()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"period": 0}, ValueError, "period=0"),
+            ({"period": -3}, ValueError, "period=-3"),
+            ({"period": 2.5}, TypeError, "period=2.5"),
+            ({"period": "16"}, TypeError, "period='16'"),
+            ({"period": True}, TypeError, "period=True"),
+            ({"period": 2, "slots": "sum"}, ValueError, "slots='sum'"),
+            ({"period": 2, "warmup_steps": 1.0}, TypeError, "warmup_steps"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, error, message):
+        with pytest.raises(error, match=f"Received.*{message}"):
+            avg.PeriodicAveraging(**arguments)
+
+    def refused(self, message, callbacks=None, **arguments):
+        """Fails with the message and leaves the model as it was."""
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model(momentum(), **arguments)
+        with pytest.raises(ValueError, match=message):
+            toys.fit(
+                model, *toys.slope_rows(2), batch_size=2, callbacks=callbacks
+            )
+        assert toys.scalars(model.trainable_variables[0]) == [4.0, 4.0]
+        assert model.optimizer.iterations.numpy() == 0
+
+    def test_a_pattern_without_a_variable(self):
+        self.refused(
+            "'nothing'.*Paths",
+            [avg.PeriodicAveraging(1, overrides={"nothing": "keep"})],
+        )
+
+    def test_two_in_one_fit(self):
+        self.refused(
+            "one `PeriodicAveraging` in a `fit`.*period=2 and .*period=3",
+            [avg.PeriodicAveraging(2), avg.PeriodicAveraging(3)],
+        )
+
+    def test_the_same_one_twice_in_one_fit(self):
+        averaging = avg.PeriodicAveraging(2)
+        self.refused("one `PeriodicAveraging`", [averaging, averaging])
+
+    @pytest.mark.parametrize(
+        ("period", "accumulation", "executed", "fix"),
+        [(2, None, 3, 3), (5, None, 4, 8), (3, 2, 4, 4)],
+    )
+    def test_a_period_that_steps_per_execution_does_not_divide(
+        self, period, accumulation, executed, fix
+    ):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model(
+                toys.sgd(gradient_accumulation_steps=accumulation),
+                steps_per_execution=executed,
+            )
+        with pytest.raises(
+            ValueError, match=f"=period|period={period} .*Pass period={fix} "
+        ):
+            toys.fit(
+                model,
+                *toys.slope_rows(2),
+                batch_size=2,
+                callbacks=[avg.PeriodicAveraging(period)],
+            )
+
+    def test_a_warm_up_with_several_steps_per_execution(self):
+        self.refused(
+            "`warmup_steps` needs a callback after every step",
+            [avg.PeriodicAveraging(2, warmup_steps=2)],
+            steps_per_execution=2,
+        )
+
+    @pytest.mark.parametrize(
+        ("make", "name"),
+        [
+            (lambda: tf.distribute.get_strategy(), "_Default"),
+            (
+                lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+                "MirroredStrategy",
+            ),
+            (
+                tf.distribute.MultiWorkerMirroredStrategy,
+                "CollectiveAllReduceStrategy|MultiWorkerMirroredStrategy",
+            ),
+        ],
+    )
+    def test_another_strategy(self, make, name):
+        with make().scope():
+            model = toys.slope_model()
+        with pytest.raises(
+            ValueError, match=f"needs a `ParameterAv.*under ({name}).*Make"
+        ):
+            model.fit(
+                *toys.slope_rows(2),
+                verbose=0,
+                callbacks=[avg.PeriodicAveraging(1)],
+            )
+        assert toys.weight(model) == 4.0
+
+    def test_a_model_from_outside_the_scope(self):
+        model = toys.slope_model()
+        with toys.make_strategy().scope():
+            with pytest.raises(ValueError, match="variable .*kernel.* outside. Move"):
+                toys.fit(
+                    model,
+                    *toys.slope_rows(2),
+                    batch_size=2,
+                    callbacks=[avg.PeriodicAveraging(1)],
+                )
