@@ -13,10 +13,6 @@ def momentum():
     return toys.sgd(momentum=0.5)
 
 
-def adam():
-    return optimizers.Adam(0.1)
-
-
 class TestRounds:
     @pytest.mark.core
     @pytest.mark.parametrize(
@@ -29,43 +25,6 @@ class TestRounds:
             == [toys.T1_WEIGHTS[period, steps]] * 2
         )
         assert averaging.averager.rounds == steps // period
-
-    @pytest.mark.core
-    @pytest.mark.parametrize(
-        ("slots", "weight", "velocities"),
-        [
-            # v after two steps: -1.25 and 2; their mean is 0.375.
-            ("mean", 5.98046875, [-0.41015625] * 2),
-            ("keep", 5.67578125, [-1.9921875, 0.5625]),
-            ("reset", 5.81640625, [0.0, 0.0]),
-        ],
-    )
-    def test_with_momentum_follow_each_slot_rule(
-        self, slots, weight, velocities
-    ):
-        model, _ = toys.fit_slope(4, 2, slots=slots, optimizer=momentum)
-        assert toys.weight(model) == weight
-        assert toys.scalars(model.optimizer.variables[-1]) == velocities
-
-    @pytest.mark.core
-    @pytest.mark.parametrize(
-        ("slots", "first_moments", "second_moments"),
-        [
-            ("mean", [-2.25] * 2, [1.060596] * 2),
-            ("keep", [1.5, -6.0], [0.124776, 1.996416]),
-            ("reset", [0.0, 0.0], [0.0, 0.0]),
-        ],
-    )
-    def test_with_adam_follow_each_slot_rule(
-        self, slots, first_moments, second_moments
-    ):
-        model, _ = toys.fit_slope(2, 2, slots=slots, optimizer=adam)
-        m, v = model.optimizer.variables[-2:]
-        # Adam's 0.9 and 0.999 are not exact in float32.
-        np.testing.assert_allclose(toys.weight(model), 4.0, atol=1e-6)
-        np.testing.assert_allclose(toys.scalars(m), first_moments, atol=1e-5)
-        np.testing.assert_allclose(toys.scalars(v), second_moments, atol=1e-5)
-        assert toys.scalars(model.optimizer.iterations) == [2, 2]
 
     def test_come_at_the_end_of_fit_but_never_twice_in_a_row(self):
         assert toys.fit_slope(2, 10)[1].averager.rounds == 1
@@ -127,14 +86,6 @@ class TestRounds:
         )
         assert averaging.averager.rounds == 2
         assert averaging.averager.steps == 6
-
-    def test_with_gradient_accumulation_count_updates(self):
-        model, averaging = toys.fit_slope(
-            8, 2, optimizer=lambda: toys.sgd(gradient_accumulation_steps=2)
-        )
-        # Two equal micro-batches make one step of T1.
-        assert toys.weight(model) == toys.T1_WEIGHTS[2, 4]
-        assert averaging.averager.rounds == 2
 
     def test_a_half_accumulated_gradient_stays_on_its_replica(self):
         model, averaging = toys.fit_slope(
@@ -488,7 +439,9 @@ class TestErrors:
     def test_a_model_from_outside_the_scope(self):
         model = toys.slope_model()
         with toys.make_strategy().scope():
-            with pytest.raises(ValueError, match="variable .*kernel.* outside. Move"):
+            with pytest.raises(
+                ValueError, match="variable .*kernel.* outside. Move"
+            ):
                 toys.fit(
                     model,
                     *toys.slope_rows(2),

@@ -52,7 +52,7 @@ class TestModelState:
             "moving_variance": ("variance", "pooled"),
             "seed_generator_state": ("other", "keep"),
             "embeddings": ("weight", "mean"),
-            "iteration": ("counter", "maximum"),
+            "iteration": ("iterations", "maximum"),
             "learning_rate": ("learning rate", "keep"),
         }
 
@@ -183,7 +183,7 @@ class TestOptimizerState:
 
         kinds = [rule.kind for rule in rules_of(dense_model, make)]
         assert kinds.count("slot") == 3
-        assert kinds.count("counter") == 3
+        assert kinds.count("iterations") == 3
 
     @pytest.mark.parametrize(
         ("steps", "expected"), [([None], 1), ([2], 2), ([4, 6], 12)]

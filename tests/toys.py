@@ -67,8 +67,15 @@ def fit_slope(steps, period, *, model=None, strategy=None, **options):
     model_arguments = options.pop("model_arguments", {})
     with strategy.scope():
         model = model or slope_model(optimizer(), **model_arguments)
+    repeats = options.pop("repeats", 1)
+    callbacks = options.pop("callbacks", [])
     averaging = avg.PeriodicAveraging(period, **options)
-    fit(model, *slope_rows(steps), batch_size=2, callbacks=[averaging])
+    # Each batch `repeats` times in a row.
+    x, y = (
+        np.repeat(array.reshape(steps, 2, 1), repeats, axis=0).reshape(-1, 1)
+        for array in slope_rows(steps)
+    )
+    fit(model, x, y, batch_size=2, callbacks=[averaging, *callbacks])
     return model, averaging
 
 

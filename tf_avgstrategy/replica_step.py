@@ -25,7 +25,6 @@ class ReplicaStep:
         self._compiled = compiled
         self._skips_empty = skips_empty
         self._seed_offset = seed_offset
-        self._output_specs = None
 
     @property
     def function(self):
@@ -62,31 +61,17 @@ class ReplicaStep:
             call = tf.function(call, jit_compile=True, autograph=False)
         if not self._skips_empty:
             return call()
-        if tf.is_tensor(rows) and not tf.executing_eagerly():
-            return tf.cond(
-                rows > 0, lambda: self._remember_specs(call()), self._zeros
-            )
-        if rows == 0 and self._output_specs is not None:
-            return self._zeros()
-        return self._remember_specs(call())
+        if tf.executing_eagerly() or not tf.is_tensor(rows):
+            return call() if rows > 0 else _zeros(_output_specs(call))
+        specs = []
 
-    def _remember_specs(self, outputs):
-        outputs = tf.nest.map_structure(
-            lambda v: v if v is None else tf.convert_to_tensor(v), outputs
-        )
-        self._output_specs = tf.nest.map_structure(
-            lambda v: v if v is None else tf.TensorSpec.from_tensor(v), outputs
-        )
-        return outputs
+        def call_and_note_specs():
+            outputs = _as_tensors(call())
+            specs.append(_specs_of(outputs))
+            return outputs
 
-    def _zeros(self):
-        def zeros(spec):
-            if spec is None:
-                return None
-            shape = [size or 0 for size in spec.shape]
-            return tf.zeros(shape, spec.dtype)
-
-        return tf.nest.map_structure(zeros, self._output_specs)
+        # TensorFlow traces the first branch first.
+        return tf.cond(rows > 0, call_and_note_specs, lambda: _zeros(specs[0]))
 
 
 def num_rows(args):
@@ -104,9 +89,9 @@ def num_rows(args):
             return value.nrows(out_type=tf.int32)
         if isinstance(value, tf.SparseTensor):
             return tf.cast(value.dense_shape[0], tf.int32)
-        shape = getattr(value, "shape", None)
-        if shape is not None and len(shape) > 0:
-            return tf.shape(value)[0] if shape[0] is None else shape[0]
+        if hasattr(value, "shape") and tf.TensorShape(value.shape).rank:
+            rows = value.shape[0]
+            return tf.shape(value)[0] if rows is None else rows
     return 1
 
 
@@ -123,3 +108,29 @@ def _graph_seed_moved_by(offset):
         yield
     finally:
         graph.seed = seed
+
+
+def _output_specs(fn):
+    """The `tf.TensorSpec` of what a function returns, without running it."""
+    traced = tf.function(lambda: _as_tensors(fn()), autograph=False)
+    return _specs_of(traced.get_concrete_function().structured_outputs)
+
+
+def _as_tensors(outputs):
+    return tf.nest.map_structure(
+        lambda v: v if v is None else tf.convert_to_tensor(v), outputs
+    )
+
+
+def _specs_of(outputs):
+    return tf.nest.map_structure(
+        lambda v: v if v is None else tf.TensorSpec(v.shape, v.dtype), outputs
+    )
+
+
+def _zeros(specs):
+    def zeros(spec):
+        # A size that is only known at run time is a number of rows: 0.
+        return spec and tf.zeros([n or 0 for n in spec.shape], spec.dtype)
+
+    return tf.nest.map_structure(zeros, specs)

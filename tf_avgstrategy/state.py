@@ -38,7 +38,8 @@ _RULES = {
     "accumulator": ("keep",),
     "loss scale": ("minimum",),
     "loss scale counter": ("restart",),
-    "counter": ("maximum",),
+    "counter": ("maximum", "keep"),
+    "iterations": ("maximum",),
     "learning rate": ("keep",),
     "other": ("keep",),
 }
@@ -175,11 +176,12 @@ def gradient_accumulation_steps(optimizers):
 def accumulated_steps(optimizers):
     """Returns how many steps the optimizers' half gradients hold already."""
     steps = gradient_accumulation_steps(optimizers)
-    return max(
+    counts = [
         int(part._iterations.numpy()) % steps
         for optimizer in optimizers
         for part in _parts(optimizer)
-    )
+    ]
+    return max(counts, default=0)
 
 
 def _find(variables, optimizers):
@@ -197,7 +199,7 @@ def _model_state(variables):
         shape = tuple(variable.shape)
         is_metric = replica_variables.replica_copies(variable) is None
         if is_metric or not _is_floating(variable):
-            yield _Found(variable, "other")
+            yield _Found(variable, _kind_of_discrete(variable, is_metric))
         elif name == "moving_variance" and (prefix, shape) in moving_means:
             partner = moving_means[prefix, shape]
             yield _Found(variable, "variance", partner=partner)
@@ -208,9 +210,16 @@ def _model_state(variables):
             yield _Found(variable, "weight" if trainable else "statistic")
 
 
+def _kind_of_discrete(variable, is_metric):
+    # Arrays of integers may be the state of a random generator.
+    is_scalar = len(variable.shape) == 0
+    is_integer = tf.as_dtype(variable.dtype).is_integer
+    return "counter" if is_scalar and is_integer and not is_metric else "other"
+
+
 def _optimizer_state(optimizer):
     for part in _parts(optimizer):
-        yield _Found(part._iterations, "counter")
+        yield _Found(part._iterations, "iterations")
         if _is_variable(part._learning_rate):
             yield _Found(part._learning_rate, "learning rate")
         if hasattr(part, "dynamic_scale"):
