@@ -27,7 +27,7 @@ unit: $(VENV)/.installed
 wheel: $(VENV)/.installed
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(VENV)/bin/python -m build --wheel --outdir build/wheel .
-	$(VENV)/bin/python tests/install_wheel.py build/wheel
+	$(VENV)/bin/python tests/install_wheel.py build/wheel $(VENV)-wheel
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m core
@@ -36,8 +36,9 @@ test-oldest: $(OLDEST)/.installed
 test-build-file:
 	bazel version >/dev/null 2>&1 || (apt-get update -qq && \
 	    apt-get install -y -qq bazel-bootstrap)
+	mkdir -p build
 	bazel query 'kind("py_.*", //...)' --output=xml >build/bazel.xml
-	grep -c '<rule ' build/bazel.xml
+	grep -q 'name="//:averager"' build/bazel.xml
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format $(SOURCES)
@@ -47,7 +48,7 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/step_overhead.py
 
 clean:
-	rm -rf build dist $(VENV) $(OLDEST) *.egg-info
+	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) *.egg-info
 
 $(VENV)/.installed: requirements/dev.txt setup.cfg
 	$(PYTHON) -m venv $(VENV)

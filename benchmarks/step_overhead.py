@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import statistics
-import time
+import timeit
 from typing import NamedTuple
 
 import keras
@@ -56,18 +56,13 @@ def build_layers(name):
             layers.Dropout(0.3),
         ]
     else:
-        hidden = [
-            layers.Flatten(),
-            layers.Dense(1240, activation="relu"),
-            layers.Dense(1240, activation="relu"),
-        ]
+        dense = [layers.Dense(1240, activation="relu") for _ in range(2)]
+        hidden = [layers.Flatten(), *dense]
     return [layers.Input((28, 28, 1)), *hidden, layers.Dense(10)]
 
 
-def milliseconds(call):
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+def milliseconds(call, number=1):
+    return timeit.timeit(call, number=number) / number * 1e3
 
 
 def medians_of_turns(sides, num_turns):
@@ -75,12 +70,17 @@ def medians_of_turns(sides, num_turns):
     return list(map(statistics.median, zip(*turns)))
 
 
-class Training:
-    """Keras' traced training step under any strategy, without its input.
+def use_one_thread_per_core(cores):
+    os.sched_setaffinity(0, cores)
+    tf.config.threading.set_inter_op_parallelism_threads(len(cores))
+    tf.config.threading.set_intra_op_parallelism_threads(1)
 
-    The input pipeline is left out: it is TensorFlow's, not the strategy's. All
-    steps use one batch, with a number of rows that tracing does not know, as
-    in `fit`.
+
+class Training:
+    """Keras' traced training step, under any strategy.
+
+    Every step takes the same batch, since input is not what is measured. As in
+    `fit`, the number of its rows is not known to tracing.
     """
 
     def __init__(self, name, strategy, rows):
@@ -104,19 +104,14 @@ class Training:
 
     def turn(self):
         """Returns the milliseconds of a step, the mean of several."""
-        self._step(self._batch)  # Wakes threads and caches.
-
-        def steps():
-            for _ in range(self._num_steps):
-                self._step(self._batch)
-
-        return milliseconds(steps) / self._num_steps
+        step = functools.partial(self._step, self._batch)
+        step()  # Wakes threads and caches.
+        return milliseconds(step, self._num_steps)
 
 
 def serve_single_device(connection, core):
     """In a process of its own, one device that trains on one core."""
-    os.sched_setaffinity(0, [core])
-    use_threads(1)
+    use_one_thread_per_core([core])
     strategy = tf.distribute.get_strategy()
     trainings = {name: Training(name, strategy, _ROWS) for name in _STEPS}
     connection.send("ready")
@@ -129,10 +124,9 @@ def start_single_devices(cores):
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in cores]
     for (_, theirs), core in zip(pipes, cores):
-        process = spawn.Process(
+        spawn.Process(
             target=serve_single_device, args=(theirs, core), daemon=True
-        )
-        process.start()
+        ).start()
         theirs.close()
     for connection, _ in pipes:
         connection.recv()
@@ -140,17 +134,14 @@ def start_single_devices(cores):
 
 
 def turn_of_single_devices(connections, name):
-    """Returns the milliseconds of a step in the slower of the processes.
-
-    They run at the same time. Our step, too, ends when its slower replica does.
-    """
+    # Of processes that run at the same time the slower one counts: our step,
+    # too, ends when its slower replica does.
     for connection in connections:
         connection.send(name)
     return max([connection.recv() for connection in connections])
 
 
 def measure_steps(single_devices, num_turns):
-    """Yields rows: our step beside MirroredStrategy's and single devices'."""
     rows = _ROWS * len(_DEVICES)
     # One for both models: the collectives of two such strategies clash.
     mirrored_strategy = tf.distribute.MirroredStrategy(_DEVICES)
@@ -192,17 +183,13 @@ class Rounds:
             variable.value.assign_add(self._zeros[variable.shape])
 
     def round_and_write(self):
-        """Runs a round and all of its cost.
-
-        A round on CPU leaves one buffer to both replicas. TensorFlow makes the
-        second one when a replica writes.
-        """
+        # A round on CPU leaves one buffer to both replicas. TensorFlow makes
+        # the second one when a replica writes.
         self.averager.average()
         self.write()
 
 
 def measure_rounds(megabytes, num_turns):
-    """Yields rows: a round beside copying what it has to read and write."""
     rounds = Rounds(megabytes)
     pairs = [
         (np.ones(v.shape, np.float32), np.zeros(v.shape, np.float32))
@@ -221,40 +208,26 @@ def measure_rounds(megabytes, num_turns):
         rounds.write()  # Each replica has a buffer of its own again.
         return milliseconds(side)
 
-    sides = [
-        rounds.averager.average,
-        copy,
-        rounds.round_and_write,
-        copy_and_write,
-    ]
-    medians = medians_of_turns(
-        [functools.partial(turn, side) for side in sides], num_turns
-    )
+    sides = [rounds.averager.average, copy]
+    sides += [rounds.round_and_write, copy_and_write]
+    sides = [functools.partial(turn, side) for side in sides]
+    medians = medians_of_turns(sides, num_turns)
     what = f"{megabytes} MB round"
     yield Row(f"{what} / copying", *medians[:2], "ms", 2)
     yield Row(f"{what}, write / copying, write", *medians[2:], "ms", 2)
 
 
 def measure_memory(megabytes):
-    """Yields a row: memory that a round needs while it runs / one copy.
-
-    TensorFlow's allocator is asked, which all virtual CPU devices share. It
-    keeps what is freed, so that resident memory would not show the peak.
-    """
     rounds = Rounds(megabytes)
+    # TensorFlow's allocator, one for all virtual devices, keeps what is freed:
+    # resident memory would not show the peak.
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
     rounds.averager.average()
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
     extra, copy = peak - before, rounds.averager.bytes_per_round
-    what = f"{megabytes} MB round, memory / one copy"
+    what = f"{megabytes} MB round, peak memory / one copy"
     yield Row(what, extra / 1e6, copy / 1e6, "MB", 1)
-
-
-def use_threads(num_threads):
-    """Gives a device one thread, which is what a core can run."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(num_threads)
 
 
 def print_table(rows):
@@ -268,8 +241,7 @@ def print_table(rows):
 def main(_):
     tf.get_logger().setLevel("ERROR")
     cores = sorted(os.sched_getaffinity(0))[: len(_DEVICES)]
-    os.sched_setaffinity(0, cores)
-    use_threads(len(_DEVICES))
+    use_one_thread_per_core(cores)
     cpu = tf.config.list_physical_devices("CPU")[0]
     replicas = [tf.config.LogicalDeviceConfiguration()] * len(_DEVICES)
     tf.config.set_logical_device_configuration(cpu, replicas)

@@ -2,10 +2,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 
 class Loop:
@@ -134,7 +134,9 @@ class TestWeights:
         strategy = loop.strategy
         for rows in ([2, 2], [4, 0]):
             x = strategy.experimental_distribute_values_from_function(
-                lambda c: tf.zeros([rows[c.replica_id_in_sync_group], 1])
+                lambda c, rows=rows: tf.zeros(
+                    [rows[c.replica_id_in_sync_group], 1]
+                )
             )
             loop.train_step(x, x)
         loop.averager.average()

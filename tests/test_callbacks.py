@@ -2,11 +2,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 from keras import optimizers
 
 import tf_avgstrategy as avg
-import toys
 
 
 def momentum():
@@ -438,13 +438,15 @@ class TestErrors:
 
     def test_a_model_from_outside_the_scope(self):
         model = toys.slope_model()
-        with toys.make_strategy().scope():
-            with pytest.raises(
+        with (
+            toys.make_strategy().scope(),
+            pytest.raises(
                 ValueError, match="variable .*kernel.* outside. Move"
-            ):
-                toys.fit(
-                    model,
-                    *toys.slope_rows(2),
-                    batch_size=2,
-                    callbacks=[avg.PeriodicAveraging(1)],
-                )
+            ),
+        ):
+            toys.fit(
+                model,
+                *toys.slope_rows(2),
+                batch_size=2,
+                callbacks=[avg.PeriodicAveraging(1)],
+            )

@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import toys
 from keras import layers
 from keras import optimizers
 
-import toys
 from tf_avgstrategy import variables
 
 BATCHES = 5

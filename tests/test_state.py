@@ -1,10 +1,10 @@
 import keras
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 from keras import optimizers
 
-import toys
 from tf_avgstrategy import state
 
 

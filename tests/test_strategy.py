@@ -2,10 +2,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 
 class TestReplicas:
@@ -141,9 +141,9 @@ class TestErrors:
         assert toys.scalars(model.trainable_variables[0]) == [4.0, 4.0]
 
     def test_other_errors_pass_through_the_scope(self):
-        with pytest.raises(RuntimeError, match="^other$"):
-            with toys.make_strategy(2).scope():
-                raise RuntimeError("other")
+        scope = toys.make_strategy(2).scope()
+        with pytest.raises(RuntimeError, match="^other$"), scope:
+            raise RuntimeError("other")
 
 
 class TestDropout:

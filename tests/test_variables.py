@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-
 import toys
+
 from tf_avgstrategy import variables
 
 

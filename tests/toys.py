@@ -61,7 +61,7 @@ def slope_rows(steps, rows=(ROW_A, ROW_B)):
 
 
 def fit_slope(steps, period, *, model=None, strategy=None, **options):
-    """Trains T1 with one row per replica. Returns the model and the callback."""
+    """Trains T1, one row per replica. Returns model and callback."""
     strategy = strategy or make_strategy()
     optimizer = options.pop("optimizer", sgd)
     model_arguments = options.pop("model_arguments", {})

@@ -7,6 +7,7 @@ import sys
 import keras
 import tensorflow as tf
 from absl import app
+from absl import flags
 
 from tf_avgstrategy import _version
 
@@ -23,7 +24,12 @@ _SUPPORTED = {"tensorflow": ((2, 16), (2, 22)), "keras": ((3, 5), (4, 0))}
 
 def main():
     """Runs the command line and exits with its status."""
-    app.run(_run, flags_parser=lambda argv: argv)
+    app.run(_run, flags_parser=_leave_to_commands)
+
+
+def _leave_to_commands(argv):
+    flags.FLAGS(argv[:1])
+    return argv
 
 
 def _run(argv):

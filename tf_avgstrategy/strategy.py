@@ -7,7 +7,6 @@ from typing import NamedTuple
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 
 def test_api_01_fit_and_a_custom_loop_agree():

@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

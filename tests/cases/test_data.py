@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 X = np.arange(1, 6, dtype="float32").reshape(-1, 1)
 

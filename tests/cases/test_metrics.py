@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-import toys
 
 
 @pytest.mark.core

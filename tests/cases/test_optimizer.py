@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from keras import layers
 from keras import optimizers
 
 import tf_avgstrategy as avg
-import toys
 
 
 def momentum(**arguments):

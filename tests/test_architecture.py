@@ -1,0 +1,256 @@
+"""Imports point downwards, and private names stay where they belong."""
+
+import ast
+import importlib
+import pathlib
+
+import pytest
+
+import tf_avgstrategy
+
+PACKAGE = pathlib.Path(tf_avgstrategy.__file__).parent
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+# Each module and the modules of this package that it may import.
+MAY_IMPORT = {
+    "__init__": {"_version", "averager", "callbacks", "schedules", "strategy"},
+    "_version": set(),
+    "averager": {
+        "buckets",
+        "communicators",
+        "mean",
+        "schedules",
+        "state",
+        "strategy",
+    },
+    "buckets": set(),
+    "callbacks": {"averager", "schedules", "state"},
+    "cli": {"_version"},
+    "communicators": set(),
+    "mean": set(),
+    "replica_step": set(),
+    "schedules": set(),
+    "state": {"variables"},
+    "strategy": {"replica_step", "variables"},
+    "variables": set(),
+}
+# Who may import `tensorflow.python`, and read an optimizer's private state.
+PRIVATE_TENSORFLOW = {"strategy", "variables"}
+PRIVATE_KERAS = {"state"}
+
+# Every private name of TensorFlow that the package uses. A release that drops
+# one fails here, by its name, before anything else does.
+PRIVATE_TENSORFLOW_NAMES = [
+    "tensorflow.python.autograph.core.ag_ctx.ControlStatusCtx",
+    "tensorflow.python.autograph.core.ag_ctx.Status",
+    "tensorflow.python.autograph.impl.api.tf_convert",
+    "tensorflow.python.distribute.distribute_lib.enter_or_assert_strategy",
+    "tensorflow.python.distribute.mirrored_run.call_for_each_replica",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._call_for_each_replica",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._create_variable",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._get_cross_device_ops",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._get_replica_id_in_sync_group",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._get_variable_creator_initial_value",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._num_replicas_in_sync",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._replica_ctx_all_reduce",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._replica_ctx_update",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._use_merge_call",
+    "tensorflow.python.distribute.values.MirroredVariable._get",
+    "tensorflow.python.distribute.values.MirroredVariable._get_cross_replica",
+    "tensorflow.python.distribute.values.MirroredVariable._update_replica",
+    "tensorflow.python.distribute.values.MirroredVariable.values",
+    "tensorflow.python.distribute.values_util.get_current_replica_id_as_int",
+    "tensorflow.python.distribute.values_util.is_saving_non_distributed",
+    "tensorflow.python.eager.def_function.Function._clone",
+    "tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext",
+]
+# Attributes that only instances have: an expression for the instance, names.
+PRIVATE_ATTRIBUTES = {
+    "strategy.extended": ["_devices", "_input_workers_devices"],
+    "variable": ["_values", "_distribute_strategy"],
+    "function": ["_autograph", "_jit_compile"],
+    "keras_variable": ["_value"],
+    "optimizer": [
+        "_iterations",
+        "_learning_rate",
+        "_trainable_variables",
+        "_variables",
+        "_accumulated_gradients",
+        "_model_variables_moving_average",
+    ],
+    "adagrad": ["_accumulators"],
+    "loss_scale": ["dynamic_scale", "step_counter", "inner_optimizer"],
+    "schedule_free": ["_momentums"],
+    "multi": ["_inner_optimizers"],
+    "replica": ["_replica_id"],
+}
+
+
+def _tree(module):
+    return ast.parse((PACKAGE / f"{module}.py").read_text())
+
+
+def _imports(module):
+    """Full names of all imports of a module, at any depth of its code."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def test_every_module_has_its_place():
+    assert sorted(MAY_IMPORT) == MODULES
+
+
+def test_the_map_has_no_cycle():
+    done = set()
+    while len(done) < len(MAY_IMPORT):
+        ready = {m for m, needs in MAY_IMPORT.items() if needs <= done} - done
+        assert ready, f"a cycle among {sorted(set(MAY_IMPORT) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_stay_within_the_map(module):
+    own = {
+        name.split(".")[1]
+        for name in _imports(module)
+        if name.startswith("tf_avgstrategy.")
+    }
+    assert own <= MAY_IMPORT[module]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_modules_are_imported_where_they_may_be(module):
+    private = [
+        name
+        for name in _imports(module)
+        if name.startswith(
+            ("tensorflow.python", "tensorflow.core", "keras.src", "horovod")
+        )
+    ]
+    if module not in PRIVATE_TENSORFLOW:
+        assert private == []
+    assert all(name.startswith("tensorflow.python") for name in private)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_attributes_are_read_where_they_may_be(module):
+    own = {
+        node.attr
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "owner")
+    }
+    foreign = {
+        node.attr
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+    } - own
+    listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
+    listed |= {name.rpartition(".")[2] for name in PRIVATE_TENSORFLOW_NAMES}
+    # `_version` is a module, `_replace` and `_make` are of NamedTuple.
+    foreign -= {"_replace", "_run_replicas"}
+    if module in PRIVATE_TENSORFLOW | PRIVATE_KERAS:
+        assert foreign <= listed
+    else:
+        assert foreign == set()
+
+
+def test_private_imports_are_in_the_list():
+    listed = " ".join(PRIVATE_TENSORFLOW_NAMES)
+    for module in PRIVATE_TENSORFLOW:
+        for name in _imports(module):
+            if name.startswith("tensorflow.python"):
+                assert f"{name}." in listed
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", PRIVATE_TENSORFLOW_NAMES)
+def test_tensorflow_still_has(name):
+    parts = name.split(".")
+    depth = next(
+        depth
+        for depth in range(len(parts), 0, -1)
+        if _is_module(".".join(parts[:depth]))
+    )
+    value = importlib.import_module(".".join(parts[:depth]))
+    for part in parts[depth:]:
+        assert hasattr(value, part), f"{name} is gone"
+        value = getattr(value, part)
+
+
+def _is_module(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", PRIVATE_ATTRIBUTES)
+def test_tensorflow_and_keras_still_have_attributes_of(kind):
+    import keras
+    import tensorflow as tf
+    import toys
+
+    optimizers = keras.optimizers
+    strategy = toys.make_strategy()
+
+    def built(make):
+        with strategy.scope():
+            optimizer = make()
+            optimizer.build([keras.Variable([1.0])])
+        return optimizer
+
+    def replica():
+        found = []
+        strategy.run(lambda: found.append(tf.distribute.get_replica_context()))
+        return found[0]
+
+    newer = {
+        "schedule_free": "ScheduleFreeAdamW",
+        "multi": "MultiOptimizer",
+    }
+    if kind in newer and not hasattr(optimizers, newer[kind]):
+        pytest.skip(f"This Keras has no {newer[kind]}.")
+    with strategy.scope():
+        instance = {
+            "strategy.extended": lambda: strategy.extended,
+            "variable": lambda: tf.Variable(1.0),
+            "function": lambda: tf.function(lambda: 1),
+            "keras_variable": lambda: keras.Variable(1.0),
+            "optimizer": lambda: built(
+                lambda: optimizers.SGD(
+                    use_ema=True, gradient_accumulation_steps=2
+                )
+            ),
+            "adagrad": lambda: built(optimizers.Adagrad),
+            "loss_scale": lambda: built(
+                lambda: optimizers.LossScaleOptimizer(optimizers.SGD())
+            ),
+            "schedule_free": lambda: built(optimizers.ScheduleFreeAdamW),
+            "multi": lambda: built(
+                lambda: optimizers.MultiOptimizer(
+                    optimizers.OptimizerMap(optimizers.SGD())
+                )
+            ),
+            "replica": replica,
+        }[kind]()
+    for name in PRIVATE_ATTRIBUTES[kind]:
+        assert hasattr(instance, name), f"{kind} has no {name} any more"
