@@ -264,7 +264,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
             for rule in self._rules
         ]
         computed = [value for value in new_values if value is not None]
-        with tf.control_dependencies(computed):
+        # Through one node: an edge from every value to every write would make
+        # their number grow with the square of the number of variables.
+        with tf.control_dependencies([tf.group(*computed)]):
             for rule, value in zip(self._rules, new_values):
                 if value is not None:
                     _write(rule.copies, value)

@@ -71,7 +71,7 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         >>> strategy = ParameterAveragingStrategy(["CPU:0"])
         >>> with strategy.scope():
         ...     v = tf.Variable(2.0)
-        >>> strategy.run(lambda: v.assign_add(1.0))
+        >>> _ = strategy.run(lambda: v.assign_add(1.0))
         >>> float(v.numpy())
         3.0
 
@@ -183,21 +183,18 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
         self._training_functions = weakref.WeakSet()
         self._writes = threading.local()
         with tf.init_scope(), tf.device(self._host_device):
-            self._progress = [
-                tf.Variable([0, 0], dtype=tf.int64, trainable=False)
-                for _ in self._devices
-            ]
+            # Steps and rows of each replica.
+            self._progress = tf.Variable(
+                tf.zeros([len(self._devices), 2], tf.int64), trainable=False
+            )
 
     @property
     def _host_device(self):
         return self._input_workers_devices[0][0]
 
     def training_progress(self):
-        counts = [variable.numpy() for variable in self._progress]
-        return TrainingProgress(
-            steps=int(max(steps for steps, _ in counts)),
-            rows=tuple(int(rows) for _, rows in counts),
-        )
+        steps, rows = self._progress.numpy().T.tolist()
+        return TrainingProgress(steps=max(steps), rows=tuple(rows))
 
     def global_replica_id(self, local_replica_id):
         """The replica's number among the replicas of all workers."""
@@ -321,7 +318,8 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
             # Its writes are not seen again where it calls a `tf.function` that
             # has been traced.
             self._training_functions.add(step.function)
-            progress = self._progress[replica_id]
-            with tf.device(progress.device):
-                progress.assign_add(tf.cast([1, rows], tf.int64))
+            with tf.device(self._progress.device):
+                self._progress.scatter_nd_add(
+                    [[replica_id]], tf.cast([[1, rows]], tf.int64)
+                )
         return outputs

@@ -73,15 +73,17 @@ def test_math_02_every_variable_of_every_layer_is_averaged(variance_rule):
     # 12 variables of the model, two slots for the 10 that are trained.
     assert len(state) == 12 + 2 * 10
     for variable in state:
-        expected = 1.0
-        if variable.path.endswith("moving_variance") and (
-            variance_rule == "pooled"
-        ):
-            # The variance of the means 0, 1, 2 comes on top.
-            expected = np.float32(1 + 2 / 3)
+        is_variance = variable.path.endswith("moving_variance")
+        if is_variance and variance_rule == "pooled":
+            # The variance of the means 0, 1, 2 comes on top. A third is not
+            # exact in float32.
+            np.testing.assert_allclose(
+                toys.copies(variable), 1 + 2 / 3, rtol=2e-7
+            )
+            continue
         for value in toys.copies(variable):
             np.testing.assert_array_equal(
-                value, np.full(value.shape, expected), variable.path
+                value, np.ones_like(value), variable.path
             )
 
 
