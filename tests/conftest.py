@@ -4,6 +4,7 @@ import os
 
 # A cluster of the machine that runs the tests is none of the tests' business.
 os.environ.pop("TF_CONFIG", None)
+os.environ.pop("HOROVOD_SIZE", None)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["KERAS_BACKEND"] = "tensorflow"
 

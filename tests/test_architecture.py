@@ -26,12 +26,13 @@ MAY_IMPORT = {
     "buckets": set(),
     "callbacks": {"averager", "schedules", "state"},
     "cli": {"_version"},
+    "cluster": set(),
     "communicators": set(),
     "mean": set(),
     "replica_step": set(),
     "schedules": set(),
     "state": {"variables"},
-    "strategy": {"replica_step", "variables"},
+    "strategy": {"cluster", "replica_step", "variables"},
     "variables": set(),
 }
 # Who may import `tensorflow.python`, and read an optimizer's private state.

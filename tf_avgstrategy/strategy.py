@@ -12,6 +12,7 @@ from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function
 from tensorflow.python.ops import control_flow_util
 
+from tf_avgstrategy import cluster
 from tf_avgstrategy import replica_step
 from tf_avgstrategy import variables
 
@@ -67,6 +68,10 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         cross_device_ops: `tf.distribute.CrossDeviceOps` that reduces metrics
             and losses. `None` uses `tf.distribute.ReductionToOneDevice`.
 
+    Raises:
+        ValueError: If TF_CONFIG or Horovod's environment name several workers,
+            which this release cannot average over, or TF_CONFIG is malformed.
+
     Example:
         >>> strategy = ParameterAveragingStrategy(["CPU:0"])
         >>> with strategy.scope():
@@ -81,6 +86,7 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
     """
 
     def __init__(self, devices=None, cross_device_ops=None):
+        cluster.check_single_worker()
         extended = _IndependentReplicas(
             self,
             devices=devices,
