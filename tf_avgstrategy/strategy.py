@@ -176,6 +176,12 @@ class _Scope:
             ) from exception
 
 
+class _Writes(threading.local):
+    """What this thread's step has written. Each replica has a thread."""
+
+    trained = False
+
+
 class _IndependentReplicas(mirrored_strategy.MirroredExtended):
     """The extended half of the strategy: replicas that never meet."""
 
@@ -187,7 +193,7 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
         )
         self._traced_functions = weakref.WeakKeyDictionary()
         self._training_functions = weakref.WeakSet()
-        self._writes = threading.local()
+        self._writes = _Writes()
         with tf.init_scope(), tf.device(self._host_device):
             # Steps and rows of each replica.
             self._progress = tf.Variable(
