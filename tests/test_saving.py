@@ -119,7 +119,7 @@ def test_export(diverged, tmp_path):
     plain.set_weights(diverged.get_weights())
     expected = plain.predict(X, verbose=0)
     before = state(diverged)
-    diverged.export(str(tmp_path / "model"), verbose=False)
+    diverged.export(str(tmp_path / "model"))
     for value, kept in zip(state(diverged), before):
         np.testing.assert_array_equal(value, kept)
     loaded = tf.saved_model.load(str(tmp_path / "model"))
