@@ -92,6 +92,7 @@ PRIVATE_ATTRIBUTES = {
     "loss_scale": ["dynamic_scale", "step_counter", "inner_optimizer"],
     "schedule_free": ["_momentums"],
     "multi": ["_inner_optimizers"],
+    "model": ["_compile_config", "_flatten_layers"],
     "replica": ["_replica_id"],
 }
 
@@ -252,6 +253,7 @@ def test_tensorflow_and_keras_still_have_attributes_of(kind):
                 )
             ),
             "replica": replica,
+            "model": toys.slope_model,
         }[kind]()
     for name in PRIVATE_ATTRIBUTES[kind]:
         assert hasattr(instance, name), f"{kind} has no {name} any more"

@@ -89,6 +89,17 @@ class TestCustomLoop:
         assert averager.step(5)
         assert averager.rounds == 2
 
+    @pytest.mark.parametrize(
+        ("num_steps", "error"), [(-1, ValueError), (1.5, TypeError)]
+    )
+    def test_a_number_of_steps_that_is_none_changes_nothing(
+        self, num_steps, error
+    ):
+        averager = Loop(period=4).averager
+        with pytest.raises(error, match=f"num_steps={num_steps}"):
+            averager.step(num_steps)
+        assert averager.steps == 0
+
     def test_average_if_stepped_runs_once_per_step(self):
         loop = Loop(period=10)
         assert not loop.averager.average_if_stepped()
@@ -307,6 +318,16 @@ class TestErrors:
                 strategy, model.variables, model.optimizer, **arguments
             )
         assert not model.optimizer.built
+
+    def test_needs_a_model_that_is_built(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            model = keras.Sequential([layers.Dense(1)])
+            optimizer = toys.sgd()
+        with pytest.raises(ValueError, match="empty list. Build the model"):
+            avg.ParameterAverager(
+                strategy, model.variables, optimizer, period=1
+            )
 
     def test_rejects_a_pattern_without_a_variable(self):
         with pytest.raises(ValueError, match="'nothing'"):

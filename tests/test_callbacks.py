@@ -78,6 +78,7 @@ class TestRounds:
         assert averaging.averager.rounds == 3
         assert averaging.averager.steps == 6
 
+    @pytest.mark.core
     def test_with_several_steps_per_execution(self):
         # 6 steps with 4 an execution: 4, then the 2 that the data is left
         # with. The round after step 4 is in time, the end of fit is one more.
@@ -267,7 +268,10 @@ class TestXla:
         strategy = toys.make_strategy()
         with strategy.scope():
             model = toys.slope_model(jit_compile=True)
-        avg.PeriodicAveraging(1).set_model(model)
+        rows = toys.slope_rows(1)
+        toys.fit(
+            model, *rows, batch_size=2, callbacks=[avg.PeriodicAveraging(1)]
+        )
         x = tf.ones([1, 1])
         graph = (
             tf.function(lambda: strategy.run(model.train_step, args=((x, x),)))
@@ -284,6 +288,38 @@ class TestXla:
             if "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
         ]
         assert len(set(compiled)) == 2
+
+    @pytest.mark.core
+    @pytest.mark.parametrize("jit_compile", [True, False])
+    def test_after_compiling_again_trains_with_what_is_new(self, jit_compile):
+        with toys.make_strategy().scope():
+            model = toys.slope_model(jit_compile=True)
+        first = model.optimizer
+        averaging = avg.PeriodicAveraging(1)
+
+        def fit():
+            toys.fit(
+                model,
+                *toys.slope_rows(1),
+                batch_size=2,
+                callbacks=[averaging],
+            )
+
+        fit()
+        assert toys.weight(model) == 5.5
+        with model.distribute_strategy.scope():
+            model.compile(
+                optimizers.SGD(1.0, momentum=0.5),
+                "mae",
+                jit_compile=jit_compile,
+            )
+        fit()
+        # Slopes of |w * x - y| at 5.5: 1 on A and -2 on B.
+        assert toys.weight(model) == 6.0
+        assert first.iterations.numpy() == 1
+        assert toys.scalars(model.optimizer.iterations) == [1, 1]
+        assert toys.scalars(model.optimizer.variables[-1]) == [0.5, 0.5]
+        assert averaging.averager.rounds == 2
 
 
 class TestEma:
@@ -310,18 +346,171 @@ class TestEma:
 
 
 class TestOptimizerFromOutsideTheScope:
-    def test_without_slots_is_made_again_inside(self):
-        strategy = toys.make_strategy()
-        with strategy.scope():
+    def fit(self, optimizer):
+        with toys.make_strategy().scope():
             model = keras.Sequential([layers.Input((1,)), toys.slope_layer()])
-        model.compile(toys.sgd(), "mse")
+        model.compile(optimizer, "mse")
         toys.fit(
             model,
             *toys.slope_rows(4),
             batch_size=2,
             callbacks=[avg.PeriodicAveraging(2)],
         )
+        return model
+
+    def test_by_name_is_made_again_inside(self):
+        assert len(toys.copies(self.fit("sgd").optimizer.iterations)) == 2
+
+    def test_that_was_told_something_is_refused(self):
+        with pytest.raises(ValueError, match="'.*iteration' .* outside. Move"):
+            self.fit(toys.sgd())
+
+
+class TestReuse:
+    """One callback in several calls of `fit`."""
+
+    def fit(self, model, averaging, steps=2):
+        toys.fit(
+            model, *toys.slope_rows(steps), batch_size=2, callbacks=[averaging]
+        )
+
+    @pytest.mark.core
+    def test_after_compile_the_new_optimizer_is_averaged(self):
+        averaging = avg.PeriodicAveraging(2)
+        with toys.make_strategy().scope():
+            model = toys.slope_model()
+            self.fit(model, averaging)
+            model.compile(momentum(), "mse")
+            self.fit(model, averaging)
+        first, second = toys.scalars(model.optimizer.variables[-1])
+        assert first == second != 0
+        assert (averaging.averager.steps, averaging.averager.rounds) == (4, 2)
+
+    @pytest.mark.core
+    def test_a_step_that_calls_a_function_traced_before(self):
+        class Fast(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.slope = toys.slope_layer()
+                self.fast = tf.function(self.update)
+
+            def call(self, x):
+                return self.slope(x)
+
+            def update(self, x, y):
+                weights = self.trainable_variables
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self(x) - y))
+                gradients = tape.gradient(loss, weights)
+                self.optimizer.apply_gradients(zip(gradients, weights))
+                return loss
+
+            def train_step(self, data):
+                return {"own": self.fast(*data)}
+
+        averaging = avg.PeriodicAveraging(2)
+        with toys.make_strategy().scope():
+            model = Fast()
+            model.compile(toys.sgd())
+        self.fit(model, averaging)
+        # Traces the step anew, but not what it calls.
+        model.make_train_function(force=True)
+        self.fit(model, averaging)
+        assert (averaging.averager.steps, averaging.averager.rounds) == (4, 2)
         assert toys.weight(model) == 5.44140625
+
+    def test_on_another_model_it_starts_anew(self):
+        averaging = avg.PeriodicAveraging(2)
+        for _ in range(2):
+            with toys.make_strategy().scope():
+                model = toys.slope_model()
+            self.fit(model, averaging)
+            assert averaging.averager.rounds == 1
+            assert toys.weight(model) == 5.125
+
+    def test_rows_of_another_model_do_not_count(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            models = [toys.slope_model() for _ in range(2)]
+        mine, other = avg.PeriodicAveraging(1), avg.PeriodicAveraging(1)
+        self.fit(models[0], mine, steps=1)
+        x, y = toys.slope_rows(3)
+        toys.fit(models[1], x, y, batch_size=1, callbacks=[other])
+        self.fit(models[0], mine, steps=1)
+        assert toys.weight(models[0]) == 6.0625
+
+    def test_in_a_list_of_callbacks_that_is_used_again_after_an_error(self):
+        class Fails(keras.callbacks.Callback):
+            fails = True
+
+            def on_train_batch_end(self, batch, logs=None):
+                if self.fails:
+                    raise RuntimeError("once")
+
+        with toys.make_strategy().scope():
+            model = toys.slope_model()
+        fails = Fails()
+        callbacks = keras.callbacks.CallbackList(
+            [avg.PeriodicAveraging(1), fails], add_history=True, model=model
+        )
+        with pytest.raises(RuntimeError, match="once"):
+            model.fit(*toys.slope_rows(2), batch_size=2, callbacks=callbacks)
+        fails.fails = False
+        model.fit(*toys.slope_rows(2), batch_size=2, callbacks=callbacks)
+        first, second = toys.scalars(model.trainable_variables[0])
+        assert first == second
+
+    def test_in_a_custom_loop_without_parameters(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model()
+        callbacks = keras.callbacks.CallbackList(
+            [avg.PeriodicAveraging(2)], model=model
+        )
+        callbacks.on_train_begin()
+        data = toys.dataset(toys.slope_rows(4), 2)
+        for step, batch in enumerate(
+            strategy.experimental_distribute_dataset(data)
+        ):
+            callbacks.on_train_batch_begin(step)
+            strategy.run(model.train_step, args=(batch,))
+            callbacks.on_train_batch_end(step)
+        callbacks.on_train_end()
+        assert toys.weight(model) == 5.44140625
+
+
+class TestAccumulation:
+    """Half accumulated gradients and rounds."""
+
+    def test_a_replica_that_missed_a_batch_starts_its_gradient_anew(self):
+        with toys.make_strategy().scope():
+            model = toys.slope_model(toys.sgd(gradient_accumulation_steps=2))
+        averaging = avg.PeriodicAveraging(1)
+        x, y = toys.slope_rows(2)
+        # The second batch has no row for replica 1.
+        toys.fit(model, x[:3], y[:3], batch_size=2, callbacks=[averaging])
+        (accumulator,) = [
+            v for v in model.optimizer.variables if "accumulator" in v.path
+        ]
+        assert toys.scalars(model.optimizer.variables[0]) == [2, 2]
+        assert toys.scalars(accumulator) == [0.0, 0.0]
+
+    def test_rounds_wait_for_updates_also_after_a_fit_that_ended_between(self):
+        with toys.make_strategy().scope():
+            model = toys.slope_model(toys.sgd(gradient_accumulation_steps=2))
+        averaging = avg.PeriodicAveraging(1)
+        x, y = toys.slope_rows(3)
+        toys.fit(model, x[:2], y[:2], batch_size=2)
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append(averaging.averager.rounds)
+
+        toys.fit(model, x, y, batch_size=2, callbacks=[averaging, Look()])
+        # Batch 1 completes the update that was begun; 2 accumulates; 3
+        # completes the next one.
+        assert seen == [0, 0, 1]
 
 
 class TestDescribe:
@@ -408,6 +597,21 @@ class TestErrors:
             [avg.PeriodicAveraging(2, warmup_steps=2)],
             steps_per_execution=2,
         )
+
+    def test_nothing_of_the_model_is_changed_by_an_error(self):
+        with toys.make_strategy().scope():
+            model = keras.Sequential([layers.Input((1,)), toys.slope_layer()])
+        model.compile("sgd", "mse", jit_compile=True, steps_per_execution=2)
+        optimizer = model.optimizer
+        with pytest.raises(ValueError, match="must be a multiple"):
+            toys.fit(
+                model,
+                *toys.slope_rows(2),
+                batch_size=2,
+                callbacks=[avg.PeriodicAveraging(3)],
+            )
+        assert model.optimizer is optimizer
+        assert model.jit_compile
 
     @pytest.mark.parametrize(
         ("make", "name"),

@@ -118,6 +118,17 @@ class TestInputs:
         )
         toys.assert_replicas_equal(model)
 
+    def test_sparse_tensors(self):
+        def build():
+            model = keras.Sequential(
+                [layers.Input((3,), sparse=True), layers.Dense(1)]
+            )
+            model.compile("adam", "mse")
+            return model
+
+        data = dataset(X, Y).map(lambda x, y: (tf.sparse.from_dense(x), y))
+        train(build, data)
+
     def test_train_on_batch(self):
         strategy = toys.make_strategy(2)
         with strategy.scope():
@@ -382,6 +393,24 @@ class TestModels:
 
         words = np.array([["a"], ["b"], ["c"], ["a"], ["b"]])
         train(build, dataset(words, np.ones([5, 1], "float32"), batch_size=2))
+
+
+class TestEagerly:
+    def test_a_step_may_read_numbers_also_without_rows_for_all(self):
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.slope = toys.slope_layer()
+
+            def call(self, x):
+                return self.slope(x)
+
+            def train_step(self, data):
+                loss = super().train_step(data)["loss"]
+                return {"loss": loss, "seen": float(loss.numpy())}
+
+        x, y = toys.slope_rows(2)
+        train(compiled(Model, run_eagerly=True), x[:3], y[:3], batch_size=2)
 
 
 class TestCompileArguments:

@@ -116,7 +116,7 @@ class TestOptimizerState:
         )
         kinds = [(rule.kind, rule.rule) for rule in rules]
         assert kinds.count(("ema", "mean")) == 2
-        assert kinds.count(("accumulator", "keep")) == 2
+        assert kinds.count(("accumulator", "keep in step")) == 2
         assert kinds.count(("slot", "reset")) == 2
 
     def test_the_loss_scale_is_a_minimum_and_its_counter_restarts(self):
@@ -252,3 +252,38 @@ class TestErrors:
     def test_unknown_rules_for_slots_are_refused(self, slots):
         with pytest.raises(ValueError, match=f"'mean', .*slots={slots!r}"):
             state.check_slots(slots)
+
+
+class TestFindOptimizers:
+    def test_as_attributes_in_lists_dicts_and_submodels(self):
+        made = [optimizers.SGD() for _ in range(4)]
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model(made[0])
+            inner = optimizers.SGD()
+            model.part = toys.slope_model(inner)
+        model.one = made[1]
+        model.several = [made[2]]
+        model.named = {"last": (made[3],)}
+        found = state.find_optimizers(model)
+        assert {id(o) for o in found} == {id(o) for o in [*made, inner]}
+        assert len(found) == 5
+
+    def test_a_part_that_was_trained_elsewhere_does_not_matter(self):
+        part = toys.slope_model(optimizers.SGD())
+        with toys.make_strategy().scope():
+            model = keras.Sequential([layers.Input((1,)), part])
+            model.compile("sgd")
+        assert state.find_optimizers(model) == [model.optimizer]
+
+
+class TestHasOnlyDefaults:
+    @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
+    def test_of_a_name(self, name):
+        assert state.has_only_defaults(optimizers.get(name))
+
+    def test_not_of_one_that_was_told_something(self):
+        told = optimizers.SGD()
+        told.exclude_from_weight_decay(var_names=["bias"])
+        for optimizer in (told, optimizers.SGD(0.5)):
+            assert not state.has_only_defaults(optimizer)

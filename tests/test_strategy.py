@@ -99,6 +99,54 @@ class TestReplicas:
                 strategy.run(lambda x: traced(x), args=(x,))
         assert strategy.training_progress() == (3, (6, 9))
 
+    def test_a_step_that_is_told_not_to_train_does_not_count(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            v = tf.Variable(1.0)
+
+        def step(x, training):
+            if training:
+                v.assign_sub(tf.reduce_mean(x))
+            return v * 1.0
+
+        for training in (True, False, True, False, False):
+            strategy.run(step, args=(tf.ones([3]), training))
+        assert strategy.training_progress() == (2, (6, 6))
+
+    def test_counts_every_run_where_it_is_told_to(self):
+        strategy = toys.make_strategy(2)
+        run = tf.function(lambda: strategy.run(lambda: tf.ones([3])))
+        run()
+        strategy.count_all_runs(True)
+        run()
+        strategy.count_all_runs(False)
+        run()
+        assert strategy.training_progress() == (1, (1, 1))
+
+    @pytest.mark.parametrize("traced", [True, False])
+    @pytest.mark.parametrize("rows", [3, 1])
+    def test_a_step_may_return_ragged_and_sparse_tensors(self, rows, traced):
+        strategy = toys.make_strategy(2)
+        data = strategy.experimental_distribute_dataset(
+            toys.dataset(np.ones([rows, 2], "float32"), 2)
+        )
+
+        def step(x):
+            ragged = tf.RaggedTensor.from_tensor(x)
+            return ragged, tf.sparse.from_dense(x), None, 1.0
+
+        def run(x):
+            return strategy.run(step, args=(x,))
+
+        total = 0
+        for x in data:
+            result = (tf.function(run) if traced else run)(x)
+            for part in strategy.experimental_local_results(result[0]):
+                total += int(part.nrows())
+            for part in strategy.experimental_local_results(result[1]):
+                assert part.shape[1] == 2
+        assert total == rows
+
     def test_autograph_converts_the_users_step(self):
         strategy = toys.make_strategy(2)
 
@@ -116,6 +164,25 @@ class TestReplicas:
             tf.function(lambda: strategy.run(step.python_function, args=(x,))),
         ):
             assert strategy.experimental_local_results(run()) == (5.0, 5.0)
+
+
+class TestReduce:
+    def values(self, strategy, parts):
+        return strategy.experimental_distribute_values_from_function(
+            lambda c: tf.constant(parts[c.replica_id_in_sync_group])
+        )
+
+    def test_mean_of_a_batch_that_has_none_is_replica_0s_part(self):
+        strategy = toys.make_strategy(2)
+        for parts in ([[0.0, 0.0], [1.0]], [["a"], ["b"]]):
+            result = strategy.reduce("MEAN", self.values(strategy, parts), None)
+            np.testing.assert_array_equal(result, tf.constant(parts[0]))
+
+    def test_a_sum_of_unequal_parts_is_an_error_as_everywhere(self):
+        strategy = toys.make_strategy(2)
+        values = self.values(strategy, [[0.0, 0.0], [1.0]])
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            strategy.reduce("SUM", values, axis=None)
 
 
 class TestErrors:

@@ -84,10 +84,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._optimizers = list(optimizers)
         self._slots = slots
         self._overrides = dict(overrides or {})
-        state.check_scope(variables, optimizers, strategy)
+        _check_variables(self._variables)
+        state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
-        self._steps_per_update = state.gradient_accumulation_steps(optimizers)
-        self._step_offset = state.accumulated_steps(optimizers)
+        self._steps_per_update = state.gradient_accumulation_steps(
+            self._optimizers
+        )
         self._num_optimizer_variables = None
         self._refresh_rules()
         self._is_pending = False
@@ -113,17 +115,20 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
         Returns:
             Bool, whether a round was run.
+
+        Raises:
+            TypeError: If `num_steps` is not an integer.
+            ValueError: If it is negative.
         """
         _check_eager()
-        before = (self._step_offset + self.steps) // self._steps_per_update
+        schedules.check_integer("num_steps", num_steps, at_least=0)
+        before = self.steps // self._steps_per_update
         self.steps += num_steps
-        after, left = divmod(
-            self._step_offset + self.steps, self._steps_per_update
-        )
+        after = self.steps // self._steps_per_update
         self._is_pending |= any(
             map(self._schedule.is_due, range(before + 1, after + 1))
         )
-        if not self._is_pending or left:
+        if not self._is_pending or state.holds_half_gradients(self._optimizers):
             return False
         self.average()
         return True
@@ -182,6 +187,16 @@ class ParameterAverager(tf.train.experimental.PythonState):
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(lines)
 
+    def is_for(self, variables, optimizers):
+        """Returns whether it averages just these variables and optimizers."""
+        ours = [*self._variables, *self._optimizers]
+        theirs = [*variables, *optimizers]
+        return [id(o) for o in ours] == [id(t) for t in theirs]
+
+    def start_counting_rows(self):
+        """Forgets rows that were seen before, perhaps by another model."""
+        self._seen = self._strategy.training_progress()
+
     def keeps_local(self, kind):
         """Returns whether a variable of this kind stays local in rounds."""
         return any(r.rule == "keep" for r in self._rules if r.kind == kind)
@@ -195,7 +210,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         counters = json.loads(string_value)
         self.steps = counters["steps"]
         self.rounds = counters["rounds"]
-        self._seen = self._strategy.training_progress()
+        self.start_counting_rows()
 
     def _build_optimizer(self):
         unbuilt = [o for o in self._optimizers if not o.built]
@@ -268,7 +283,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
         # their number grow with the square of the number of variables.
         with tf.control_dependencies([tf.group(*computed)]):
             for rule, value in zip(self._rules, new_values):
-                if value is not None:
+                if rule.rule == "keep in step":
+                    _empty(rule.copies, value)
+                elif value is not None:
                     _write(rule.copies, value)
 
 
@@ -281,6 +298,15 @@ def check_strategy(strategy):
             "does nothing. Received: a model or averager under "
             f"{type(strategy).__name__}. Make model and optimizer inside "
             "`with tf_avgstrategy.ParameterAveragingStrategy().scope():`."
+        )
+
+
+def _check_variables(variables):
+    if not variables:
+        raise ValueError(
+            "`variables` must hold the variables of a model that is built. "
+            "Received: an empty list. Build the model before, by an `Input` "
+            "layer or by calling it on data inside `strategy.scope()`."
         )
 
 
@@ -307,6 +333,8 @@ def _local_value(rule):
     """The new value of a rule that needs no mean, None if it stays."""
     if rule.rule == "keep":
         return None
+    if rule.rule == "keep in step":
+        return _is_behind(rule.partner)
     first = rule.copies[0]
     with tf.device(first.device):
         if rule.rule == "reset":
@@ -324,6 +352,26 @@ def _local_value(rule):
             tf.reduce_all(tf.equal(scales, scales[0])),
         )
         return tf.where(agree, values[0], tf.zeros_like(values[0]))
+
+
+def _is_behind(iterations):
+    """Which replicas a round moves on, a bool vector.
+
+    They hold gradients of an update that has then been made without them.
+    """
+    with tf.device(iterations[0].device):
+        counts = tf.stack([copy.read_value() for copy in iterations])
+        return tf.less(counts, tf.reduce_max(counts))
+
+
+def _empty(copies, is_behind):
+    for replica, copy in enumerate(copies):
+        with tf.device(copy.device):
+            tf.cond(
+                is_behind[replica],
+                lambda copy=copy: tf.group(copy.assign(tf.zeros_like(copy))),
+                tf.no_op,
+            )
 
 
 def _write(copies, value):

@@ -73,6 +73,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.overrides = overrides
         self.averager = None
         self._steps_seen = 0
+        self._has_begun = False
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what.
@@ -94,32 +95,27 @@ class PeriodicAveraging(keras.callbacks.Callback):
         if self.averager is not None and model is not self.model:
             self.averager = None
         super().set_model(model)
-        _compile_per_replica(model)
-        _move_new_optimizer_into_scope(model)
 
     def on_train_begin(self, logs=None):
         self._check_alone()
-        strategy = self.model.distribute_strategy
-        optimizers = state.find_optimizers(self.model)
-        self._check_steps_per_execution(optimizers)
-        if self.averager is None:
-            self.averager = averagers.ParameterAverager(
-                strategy,
-                self.model.variables,
-                optimizers,
-                period=self.period,
-                warmup_steps=self.warmup_steps,
-                slots=self.slots,
-                overrides=self.overrides,
-            )
-        self._steps_seen = strategy.training_progress().steps
+        self._check_steps_per_execution()
+        _move_new_optimizer_into_scope(self.model)
+        self._prepare_averager(state.find_optimizers(self.model))
+        _compile_per_replica(self.model)
+        self._steps_seen = self._num_steps_run()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._has_begun = True
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.distribute_strategy.count_all_runs(True)
 
     def on_train_batch_end(self, batch, logs=None):
-        # Not from `batch`: with steps_per_execution it is not the same in all
-        # Keras releases, and counts steps that the data was too short for.
-        progress = self.model.distribute_strategy.training_progress()
-        self.averager.step(progress.steps - self._steps_seen)
-        self._steps_seen = progress.steps
+        self._count_steps()
+
+    def on_epoch_end(self, epoch, logs=None):
+        # Keras 3.5 ends no batch if the data ends within an execution.
+        self._count_steps()
 
     def on_test_begin(self, logs=None):
         self._average_if_stepped()
@@ -132,25 +128,65 @@ class PeriodicAveraging(keras.callbacks.Callback):
         # its own moving average, if the optimizer keeps one.
         if not self._average_if_stepped() and self.averager.keeps_local("ema"):
             self.averager.average()
-        del self.params["averaging_period"]
+        self.params.pop("averaging", None)
+
+    def _prepare_averager(self, optimizers):
+        variables = self.model.variables
+        last = self.averager
+        if last is not None and last.is_for(variables, optimizers):
+            last.start_counting_rows()
+            return
+        self.averager = averagers.ParameterAverager(
+            self.model.distribute_strategy,
+            variables,
+            optimizers,
+            period=self.period,
+            warmup_steps=self.warmup_steps,
+            slots=self.slots,
+            overrides=self.overrides,
+        )
+        if last is not None:
+            self.averager.steps, self.averager.rounds = last.steps, last.rounds
+
+    def _num_steps_run(self):
+        return self.model.distribute_strategy.training_progress().steps
+
+    def _count_steps(self):
+        # Not from the batch's number: with steps_per_execution it is not the
+        # same in all Keras releases, and counts steps that the data was too
+        # short for.
+        self.model.distribute_strategy.count_all_runs(False)
+        steps = self._num_steps_run()
+        self.averager.step(steps - self._steps_seen)
+        self._steps_seen = steps
 
     def _average_if_stepped(self):
-        return self.averager is not None and self.averager.average_if_stepped()
+        if self.averager is None:
+            return False
+        self._count_steps()
+        return self.averager.average_if_stepped()
 
     def _check_alone(self):
         # Keras hands one dict of parameters to all callbacks of one `fit`.
-        other = self.params.get("averaging_period")
-        if other is not None:
+        # Where a `fit` failed, the mark of a list that is used again is ours.
+        if self.params is None:
+            self.params = {}
+        other = self.params.get("averaging")
+        if other is not None and (other is not self or not self._has_begun):
             raise ValueError(
                 "There must be one `PeriodicAveraging` in a `fit`, two would "
-                f"average twice. Received: one of period={other} and one of "
-                f"period={self.period}. Remove one of them from `callbacks`."
+                "average twice. Received: one of "
+                f"period={other.period} and one of period={self.period}. "
+                "Remove one of them from `callbacks`."
             )
-        self.params["averaging_period"] = self.period
+        self.params["averaging"] = self
+        self._has_begun = False
 
-    def _check_steps_per_execution(self, optimizers):
+    def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution
-        accumulated = state.gradient_accumulation_steps(optimizers)
+        accumulated = state.gradient_accumulation_steps(
+            state.find_optimizers(self.model)
+        )
         unit = executed // math.gcd(executed, accumulated)
         if self.period % unit:
             fitting = -(-self.period // unit) * unit
@@ -169,31 +205,50 @@ class PeriodicAveraging(keras.callbacks.Callback):
             )
 
 
+class _CompiledStep:
+    """A `train_step` that XLA compiles on each replica.
+
+    Not a `tf.function` itself, which Keras would track and export.
+    """
+
+    def __init__(self, model):
+        self.train_step = model.train_step
+        self.compilation = state.compilation(model)
+        self._compiled = tf.function(self.train_step, jit_compile=True)
+
+    def __call__(self, data):
+        return self._compiled(data)
+
+
 def _compile_per_replica(model):
     """Moves XLA from the step of all replicas to the step of each one."""
-    if not model.jit_compile:
-        return
-    train_step = tf.function(model.train_step, jit_compile=True)
-    model.jit_compile = False
-    model.train_function = None
-    # Not the `tf.function` itself, which Keras would track and export.
-    model.train_step = lambda data: train_step(data)
+    step = vars(model).get("train_step")
+    if isinstance(step, _CompiledStep) and (
+        step.compilation is not state.compilation(model)
+    ):
+        # `compile` was called again: what was traced belongs to the past.
+        model.train_step = step.train_step
+        model.make_train_function(force=True)
+    if model.jit_compile:
+        model.jit_compile = False
+        model.train_step = _CompiledStep(model)
+        model.make_train_function(force=True)
 
 
 def _move_new_optimizer_into_scope(model):
-    """Makes an optimizer that `compile` made outside the scope again inside.
+    """Makes the optimizer of `compile("sgd")` outside the scope again inside.
 
-    Keras has no way to do it itself, and for an optimizer without slots it
-    does not complain either.
+    Keras does not complain about it if the optimizer has no slots. One that
+    was told more than its name is refused: whoever told it holds it.
     """
-    optimizer = model.optimizer
     strategy = model.distribute_strategy
+    optimizer = model.optimizer
     if optimizer is None or state.is_in_scope(optimizer, strategy):
         return
-    if int(optimizer.iterations.numpy()) == 0:
+    if state.has_only_defaults(optimizer):
         with strategy.scope():
             model.optimizer = type(optimizer).from_config(
                 optimizer.get_config()
             )
             model.optimizer.build(model.trainable_variables)
-        model.train_function = None
+        model.make_train_function(force=True)

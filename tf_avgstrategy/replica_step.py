@@ -5,14 +5,17 @@ import inspect
 
 import tensorflow as tf
 
-__all__ = ["ReplicaStep", "num_rows"]
+__all__ = ["ReplicaStep", "num_rows", "static_arguments"]
+
+_COMPOSITES = (tf.RaggedTensor, tf.SparseTensor)
 
 
 class ReplicaStep:
     """A function that runs on every replica, made for one run of it.
 
     Args:
-        fn: The function of one replica.
+        fn: The function of one replica. It returns a nested structure of
+            tensors (dense, ragged or sparse), None, or what converts to one.
         compiled: Bool, whether XLA compiles it, into one program per replica.
         skips_empty: Bool. A replica whose arguments have no rows returns zeros
             in place of calling `fn`, which leaves its state as it is.
@@ -25,6 +28,7 @@ class ReplicaStep:
         self._compiled = compiled
         self._skips_empty = skips_empty
         self._seed_offset = seed_offset
+        self._eager_specs = None
 
     @property
     def function(self):
@@ -61,7 +65,9 @@ class ReplicaStep:
             call = tf.function(call, jit_compile=True, autograph=False)
         if not self._skips_empty:
             return call()
-        if tf.executing_eagerly() or not tf.is_tensor(rows):
+        if tf.executing_eagerly():
+            return self._call_eagerly(call, int(rows))
+        if not tf.is_tensor(rows):
             return call() if rows > 0 else _zeros(_output_specs(call))
         specs = []
 
@@ -72,6 +78,15 @@ class ReplicaStep:
 
         # TensorFlow traces the first branch first.
         return tf.cond(rows > 0, call_and_note_specs, lambda: _zeros(specs[0]))
+
+    def _call_eagerly(self, call, rows):
+        if rows > 0:
+            outputs = call()
+            if self._eager_specs is None:
+                self._eager_specs = _specs_of(_as_tensors(outputs), rows)
+            return outputs
+        # Tracing is the last resort: an eager step may call `numpy()`.
+        return _zeros(self._eager_specs or _output_specs(call))
 
 
 def num_rows(args):
@@ -95,6 +110,22 @@ def num_rows(args):
     return 1
 
 
+def static_arguments(args):
+    """Returns what a step is told in plain Python, such as `training=False`.
+
+    Args:
+        args: Nested structure.
+
+    Returns:
+        Tuple of the bools, ints and strings in it.
+    """
+    return tuple(
+        value
+        for value in tf.nest.flatten(args)
+        if isinstance(value, (bool, int, str))
+    )
+
+
 @contextlib.contextmanager
 def _graph_seed_moved_by(offset):
     if tf.executing_eagerly():
@@ -111,26 +142,56 @@ def _graph_seed_moved_by(offset):
 
 
 def _output_specs(fn):
-    """The `tf.TensorSpec` of what a function returns, without running it."""
+    """The specs of what a function returns, without running it."""
     traced = tf.function(lambda: _as_tensors(fn()), autograph=False)
     return _specs_of(traced.get_concrete_function().structured_outputs)
 
 
 def _as_tensors(outputs):
     return tf.nest.map_structure(
-        lambda v: v if v is None else tf.convert_to_tensor(v), outputs
+        lambda v: (
+            v
+            if v is None or isinstance(v, _COMPOSITES)
+            else tf.convert_to_tensor(v)
+        ),
+        outputs,
     )
 
 
-def _specs_of(outputs):
-    return tf.nest.map_structure(
-        lambda v: v if v is None else tf.TensorSpec(v.shape, v.dtype), outputs
-    )
+def _specs_of(outputs, rows=None):
+    """The specs of outputs, in which a size of `rows` on axis 0 is unknown."""
+
+    def spec(value):
+        if value is None or isinstance(value, tf.TypeSpec):
+            return value
+        if isinstance(value, _COMPOSITES):
+            return tf.type_spec_from_value(value)
+        shape = value.shape.as_list()
+        if shape and rows is not None and shape[0] == rows:
+            shape[0] = None
+        return tf.TensorSpec(shape, value.dtype)
+
+    return tf.nest.map_structure(spec, outputs)
 
 
 def _zeros(specs):
     def zeros(spec):
+        if spec is None:
+            return None
         # A size that is only known at run time is a number of rows: 0.
-        return spec and tf.zeros([n or 0 for n in spec.shape], spec.dtype)
+        shape = [size or 0 for size in spec.shape]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            inner = shape[spec.ragged_rank + 1 :]
+            splits = tf.zeros([1], spec.row_splits_dtype)
+            return tf.RaggedTensor.from_nested_row_splits(
+                tf.zeros([0, *inner], spec.dtype), [splits] * spec.ragged_rank
+            )
+        if isinstance(spec, tf.SparseTensorSpec):
+            return tf.SparseTensor(
+                tf.zeros([0, len(shape)], tf.int64),
+                tf.zeros([0], spec.dtype),
+                tf.constant(shape, tf.int64),
+            )
+        return tf.zeros(shape, spec.dtype)
 
     return tf.nest.map_structure(zeros, specs)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-__all__ = ["Periodic"]
+__all__ = ["Periodic", "check_integer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +36,8 @@ class Periodic:
     warmup_steps: int = 0
 
     def __post_init__(self):
-        _check_integer("period", self.period)
-        if self.period < 1:
-            raise ValueError(
-                "`period` must be an integer >= 1, the number of local steps "
-                f"between two rounds. Received: period={self.period}. To "
-                "average after every step pass period=1."
-            )
-        _check_integer("warmup_steps", self.warmup_steps)
-        if self.warmup_steps < 0:
-            raise ValueError(
-                "`warmup_steps` must be an integer >= 0, the number of opening "
-                "steps that are each followed by a round. Received: "
-                f"warmup_steps={self.warmup_steps}. Pass 0 for no warm-up."
-            )
+        check_integer("period", self.period, at_least=1)
+        check_integer("warmup_steps", self.warmup_steps, at_least=0)
 
     def is_due(self, step):
         """Returns whether a round follows training step `step` (from 1)."""
@@ -57,11 +45,28 @@ class Periodic:
         return local_steps <= 0 or local_steps % self.period == 0
 
 
-def _check_integer(name, value):
+def check_integer(name, value, *, at_least):
+    """Checks a number of training steps that a user has given.
+
+    Args:
+        name: String, the argument's name.
+        value: What was given for it.
+        at_least: Int, the smallest value that is allowed.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is too small.
+    """
     # A bool is an int in Python; `period=True` is a slip, not period 1.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"`{name}` must be an integer, a number of training steps. "
             f"Received: {name}={value!r} of type {type(value).__name__}. "
             f"Pass a plain number such as {name}=16."
+        )
+    if value < at_least:
+        raise ValueError(
+            f"`{name}` must be an integer >= {at_least}, a number of training "
+            f"steps. Received: {name}={value}. The smallest one to pass is "
+            f"{name}={at_least}."
         )

@@ -14,11 +14,13 @@ from tf_avgstrategy import variables as replica_variables
 __all__ = [
     "SLOT_RULES",
     "StateRule",
-    "accumulated_steps",
     "check_scope",
     "check_slots",
+    "compilation",
     "find_optimizers",
     "gradient_accumulation_steps",
+    "has_only_defaults",
+    "holds_half_gradients",
     "is_in_scope",
     "state_rules",
 ]
@@ -35,7 +37,7 @@ _RULES = {
     "iterate": ("mean", "keep"),
     "ema": ("mean", "keep"),
     "scalar": ("mean", "keep"),
-    "accumulator": ("keep",),
+    "accumulator": ("keep in step",),
     "loss scale": ("minimum",),
     "loss scale counter": ("restart",),
     "counter": ("maximum", "keep"),
@@ -53,11 +55,13 @@ class StateRule(NamedTuple):
         kind: String, what the variable is, such as "weight" or "slot".
         rule: String. "mean"; "pooled" (a variance, around its mean); "keep";
             "reset" (to the initial value); "minimum"; "maximum"; "restart"
-            (to 0, where the replicas do not agree).
+            (to 0, where the replicas do not agree); "keep in step" (to 0 on
+            replicas that are behind the partner's maximum).
         copies: Tuple of `tf.Variable`, one per local replica, or () for a
             metric's variable, which is never touched.
         partner: Tuple of `tf.Variable`: the copies of the moving mean of a
-            "variance", of the scale of a "loss scale counter". Else ().
+            "variance", of the scale of a "loss scale counter", of the
+            iterations of an "accumulator". Else ().
         initial_value: Float, what "reset" assigns.
     """
 
@@ -144,17 +148,49 @@ def check_slots(slots):
 
 
 def find_optimizers(model):
-    """Returns the optimizers of a model, as attributes or compiled.
+    """Returns the optimizers of a model: compiled, attributes, in submodels.
 
     Args:
         model: A `keras.Model`. A GAN, for example, keeps two optimizers as
-            attributes.
+            attributes, or in a list or dict.
     """
-    optimizers = [model.optimizer] if model.optimizer is not None else []
-    for value in vars(model).values():
-        if hasattr(value, "apply_gradients") and value not in optimizers:
-            optimizers.append(value)
-    return optimizers
+    found = [model.optimizer] if model.optimizer is not None else []
+    parts = [*vars(model).values(), *model._flatten_layers(include_self=False)]
+    found.extend(_optimizers_in(parts, model.distribute_strategy))
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _optimizers_in(value, strategy):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _optimizers_in(part, strategy)
+    elif hasattr(value, "apply_gradients"):
+        yield value
+    else:
+        # Of a submodel. One that was trained elsewhere does not matter here.
+        optimizer = getattr(value, "optimizer", None)
+        if hasattr(optimizer, "apply_gradients") and is_in_scope(
+            optimizer, strategy
+        ):
+            yield optimizer
+
+
+def compilation(model):
+    """Returns an object that is another one after each `compile`."""
+    return getattr(model, "_compile_config", None)
+
+
+def has_only_defaults(optimizer):
+    """Returns whether `compile` would make such a one of the name alone."""
+    made_by_keras = type(optimizer).__module__.startswith("keras.")
+    told_more = any(name.startswith("_exclude") for name in vars(optimizer))
+    if not made_by_keras or told_more or hasattr(optimizer, "inner_optimizer"):
+        return False
+    configs = [optimizer.get_config(), type(optimizer)().get_config()]
+    first, second = ({**config, "name": None} for config in configs)
+    return first == second
 
 
 def is_in_scope(optimizer, strategy):
@@ -173,15 +209,14 @@ def gradient_accumulation_steps(optimizers):
     )
 
 
-def accumulated_steps(optimizers):
-    """Returns how many steps the optimizers' half gradients hold already."""
-    steps = gradient_accumulation_steps(optimizers)
-    counts = [
-        int(part._iterations.numpy()) % steps
+def holds_half_gradients(optimizers):
+    """Returns whether an optimizer has gradients that wait for an update."""
+    return any(
+        int(part._iterations.numpy()) % part.gradient_accumulation_steps
         for optimizer in optimizers
         for part in _parts(optimizer)
-    ]
-    return max(counts, default=0)
+        if part.gradient_accumulation_steps
+    )
 
 
 def _find(variables, optimizers):
@@ -252,6 +287,7 @@ def _slots(optimizer):
     initial_values = {
         "_accumulators": getattr(optimizer, "initial_accumulator_value", 0.0)
     }
+    partners = {"_accumulated_gradients": optimizer._iterations}
     owned = {}
     for name, value in vars(optimizer).items():
         # A list as long as the list of variables is a slot of each of them.
@@ -265,6 +301,7 @@ def _slots(optimizer):
                     slot,
                     kinds.get(name, "slot"),
                     owner=owner,
+                    partner=partners.get(name),
                     initial_value=initial_values.get(name, 0.0),
                 )
     for variable in optimizer._variables:

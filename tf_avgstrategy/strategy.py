@@ -130,11 +130,13 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         """Reduces `value` across replicas, see `tf.distribute.Strategy.reduce`.
 
         One thing is added. Keras builds a model from the mean of its first
-        batch over the replicas, of which it uses shape and dtype alone. The
-        mean does not exist where the batch holds strings or a number of rows
-        that the replicas do not divide; there, replica 0's part is returned.
+        batch over the replicas, of which it uses shape and dtype alone. That
+        mean does not exist where the batch is ragged, sparse, of strings, or
+        of a number of rows that the replicas do not divide; there, eagerly,
+        replica 0's part is returned.
         """
-        if axis is None and tf.executing_eagerly():
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if is_mean and axis is None and tf.executing_eagerly():
             value = tf.nest.map_structure(self._first_if_no_mean, value)
         return super().reduce(reduce_op, value, axis)
 
@@ -142,6 +144,8 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         parts = self.experimental_local_results(value)
         if len(parts) == 1 or not all(tf.is_tensor(p) for p in parts):
             return value
+        if isinstance(parts[0], (tf.RaggedTensor, tf.SparseTensor)):
+            return parts[0]
         is_batch = all(p.shape.rank for p in parts)
         differs = any(p.shape != parts[0].shape for p in parts)
         no_mean = differs or parts[0].dtype in (tf.string, tf.bool)
@@ -150,6 +154,18 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
     def training_progress(self):
         """Returns the `TrainingProgress` of the local replicas."""
         return self.extended.training_progress()
+
+    def count_all_runs(self, is_counting):
+        """Says whether each run is a training step, whatever it writes.
+
+        `PeriodicAveraging` says so around the batches of `fit`. Otherwise a
+        run is one if a trainable variable was written while its function ran
+        eagerly or was traced.
+
+        Args:
+            is_counting: Bool.
+        """
+        self.extended.count_all_runs(is_counting)
 
 
 class _Scope:
@@ -192,13 +208,14 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
             cross_device_ops=cross_device_ops,
         )
         self._traced_functions = weakref.WeakKeyDictionary()
-        self._training_functions = weakref.WeakSet()
+        self._training_functions = weakref.WeakKeyDictionary()
         self._writes = _Writes()
         with tf.init_scope(), tf.device(self._host_device):
             # Steps and rows of each replica.
             self._progress = tf.Variable(
                 tf.zeros([len(self._devices), 2], tf.int64), trainable=False
             )
+            self._counts_all_runs = tf.Variable(0, False, dtype=tf.int64)
 
     @property
     def _host_device(self):
@@ -207,6 +224,9 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
     def training_progress(self):
         steps, rows = self._progress.numpy().T.tolist()
         return TrainingProgress(steps=max(steps), rows=tuple(rows))
+
+    def count_all_runs(self, is_counting):
+        self._counts_all_runs.assign(int(is_counting))
 
     def global_replica_id(self, local_replica_id):
         """The replica's number among the replicas of all workers."""
@@ -324,14 +344,16 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
 
     def _run_and_count(self, step, replica_id, args, kwargs):
         rows = replica_step.num_rows((args, kwargs))
-        self._writes.trained = step.function in self._training_functions
+        known = self._training_functions.setdefault(step.function, set())
+        static = replica_step.static_arguments((args, kwargs))
+        # Writes are not seen again where it calls a `tf.function` that has
+        # been traced.
+        self._writes.trained = static in known
         outputs = step(replica_id, rows, args, kwargs)
         if self._writes.trained:
-            # Its writes are not seen again where it calls a `tf.function` that
-            # has been traced.
-            self._training_functions.add(step.function)
-            with tf.device(self._progress.device):
-                self._progress.scatter_nd_add(
-                    [[replica_id]], tf.cast([[1, rows]], tf.int64)
-                )
+            known.add(static)
+        with tf.device(self._progress.device):
+            counted = 1 if self._writes.trained else self._counts_all_runs
+            update = counted * tf.cast([[1, rows]], tf.int64)
+            self._progress.scatter_nd_add([[replica_id]], update)
         return outputs
