@@ -34,10 +34,10 @@ test-oldest: $(OLDEST)/.installed
 
 # Debian's Bazel reads BUILD without a network.
 test-build-file:
-	bazel version >/dev/null 2>&1 || (apt-get update -qq && \
+	command -v bazel >/dev/null || (apt-get update -qq && \
 	    apt-get install -y -qq bazel-bootstrap)
 	mkdir -p build
-	bazel query 'kind("py_.*", //...)' --output=xml >build/bazel.xml
+	bazel --batch query 'kind("py_.*", //...)' --output=xml >build/bazel.xml
 	grep -q 'name="//:averager"' build/bazel.xml
 
 format: $(VENV)/.installed

@@ -25,7 +25,6 @@ def tensors_of(specs):
     return tensors
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(SHAPES, st.integers(0, 400))
 def test_unpack_is_the_inverse_of_pack(specs, bucket_bytes):
     tensors = tensors_of(specs)

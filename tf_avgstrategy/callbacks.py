@@ -102,6 +102,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
         _move_new_optimizer_into_scope(self.model)
         self._prepare_averager(state.find_optimizers(self.model))
         _compile_per_replica(self.model)
+        # A `fit` that failed may have left it on.
+        self.model.distribute_strategy.count_all_runs(False)
         self._steps_seen = self._num_steps_run()
 
     def on_epoch_begin(self, epoch, logs=None):

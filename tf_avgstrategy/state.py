@@ -281,7 +281,8 @@ def _slots(optimizer):
         "_accumulated_gradients": "accumulator",
         "_model_variables_moving_average": "ema",
     }
-    if type(optimizer).__name__ == "ScheduleFreeAdamW":
+    classes = {cls.__name__ for cls in type(optimizer).__mro__}
+    if "ScheduleFreeAdamW" in classes:
         # Keras keeps the sequence z of the paper in it: parameters.
         kinds["_momentums"] = "iterate"
     initial_values = {
