@@ -3,6 +3,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 from tf_avgstrategy import replica_step
 
@@ -70,6 +71,11 @@ class TestReplicaStep:
         assert rows.shape == (0,)
         assert calls.numpy() == 1
 
+    def test_eager_step_may_return_anything_where_all_have_rows(self):
+        result = object()
+        step = make_step(lambda x: result)
+        assert step(0, 2, (tf.ones([2]),), {}) is result
+
     def test_runs_an_empty_batch_where_it_is_told_to(self):
         step = make_step(tf.reduce_sum, skips_empty=False)
         assert step(0, 0, (tf.ones([0]),), {}) == 0
@@ -121,3 +127,22 @@ class TestReplicaStep:
         assert functions == [Model.train_step] * 2
         lambdas = [make_step(lambda: None).function for _ in range(2)]
         assert lambdas[0] is lambdas[1]
+
+    def test_function_of_an_object_that_cannot_be_a_weak_key_is_its_class(self):
+        class Slots:
+            __slots__ = ()
+
+            def __call__(self):
+                pass
+
+        class Unhashable:
+            __hash__ = None
+
+            def __call__(self):
+                pass
+
+        for cls in (Slots, Unhashable):
+            assert make_step(cls()).function is cls
+        strategy = toys.make_strategy()
+        strategy.run(Slots())
+        strategy.run(Unhashable())

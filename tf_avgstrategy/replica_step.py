@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import weakref
 
 import tensorflow as tf
 
@@ -28,7 +29,7 @@ class ReplicaStep:
         self._compiled = compiled
         self._skips_empty = skips_empty
         self._seed_offset = seed_offset
-        self._eager_specs = None
+        self._eager_outputs = None
 
     @property
     def function(self):
@@ -40,8 +41,13 @@ class ReplicaStep:
         fn = inspect.unwrap(self._fn)
         fn = getattr(fn, "func", fn)  # Of a `functools.partial`.
         fn = getattr(fn, "__func__", fn)  # Of a bound method.
-        is_lambda = getattr(fn, "__name__", None) == "<lambda>"
-        return fn.__code__ if is_lambda else fn
+        if getattr(fn, "__name__", None) == "<lambda>":
+            return fn.__code__
+        try:
+            hash(weakref.ref(fn))
+        except TypeError:
+            return type(fn)  # An object that cannot be a weak key.
+        return fn
 
     def __call__(self, replica_id, rows, args, kwargs):
         """Runs the function on the replica.
@@ -82,11 +88,13 @@ class ReplicaStep:
     def _call_eagerly(self, call, rows):
         if rows > 0:
             outputs = call()
-            if self._eager_specs is None:
-                self._eager_specs = _specs_of(_as_tensors(outputs), rows)
+            self._eager_outputs = (outputs, rows)
             return outputs
-        # Tracing is the last resort: an eager step may call `numpy()`.
-        return _zeros(self._eager_specs or _output_specs(call))
+        if self._eager_outputs is None:
+            # The last resort: an eager step may want to read numbers.
+            return _zeros(_output_specs(call))
+        outputs, rows = self._eager_outputs
+        return _zeros(_specs_of(_as_tensors(outputs), rows))
 
 
 def num_rows(args):
