@@ -165,8 +165,6 @@ def test_private_attributes_are_read_where_they_may_be(module):
     } - own
     listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
     listed |= {name.rpartition(".")[2] for name in PRIVATE_TENSORFLOW_NAMES}
-    # `_version` is a module, `_replace` and `_make` are of NamedTuple.
-    foreign -= {"_replace", "_run_replicas"}
     if module in PRIVATE_TENSORFLOW | PRIVATE_KERAS:
         assert foreign <= listed
     else:

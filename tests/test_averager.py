@@ -56,9 +56,7 @@ class Loop:
 
 class TestCustomLoop:
     @pytest.mark.core
-    @pytest.mark.parametrize(
-        ("period", "steps"), [(1, 2), (2, 4), (2, 8), (3, 6), (4, 4)]
-    )
+    @pytest.mark.parametrize(("period", "steps"), sorted(toys.T1_WEIGHTS))
     def test_follows_the_hand_computed_trajectory(self, period, steps):
         loop = Loop(period=period)
         rounds = loop.run(steps)

@@ -90,6 +90,15 @@ class TestInputs:
     def test_sample_weights_and_class_weights(self):
         train(dense_model, X, Y, batch_size=8, sample_weight=np.ones(37))
 
+        def build():
+            model = keras.Sequential([layers.Input((3,)), layers.Dense(2)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("adam", loss)
+            return model
+
+        labels = (Y[:, 0] > 0).astype("int32")
+        train(build, X, labels, batch_size=8, class_weight={0: 1.0, 1: 2.0})
+
     def test_validation_split_and_several_epochs(self):
         _, averaging, history = train(
             dense_model,
@@ -201,27 +210,6 @@ class TestUnevenRows:
             )
 
 
-class CustomStep(keras.Model):
-    """Returns its own loss, which no metric tracks."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = toys.slope_layer()
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(
-            zip(tape.gradient(loss, weights), weights)
-        )
-        return {"own_loss": loss}
-
-
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -296,10 +284,10 @@ class TestModels:
     @pytest.mark.core
     def test_custom_train_step(self):
         model, averaging, history = train(
-            compiled(CustomStep), *toys.slope_rows(2), batch_size=2
+            compiled(toys.CustomStep), *toys.slope_rows(2), batch_size=2
         )
         assert averaging.averager.rounds == 1
-        assert set(history) == {"own_loss"}
+        assert set(history) == {"own"}
 
     def test_subclassed_and_not_built_yet(self):
         train(compiled(Subclassed), X, Y, batch_size=8)
@@ -397,16 +385,9 @@ class TestModels:
 
 class TestEagerly:
     def test_a_step_may_read_numbers_also_without_rows_for_all(self):
-        class Model(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.slope = toys.slope_layer()
-
-            def call(self, x):
-                return self.slope(x)
-
+        class Model(toys.CustomStep):
             def train_step(self, data):
-                loss = super().train_step(data)["loss"]
+                loss = super().train_step(data)["own"]
                 return {"loss": loss, "seen": float(loss.numpy())}
 
         x, y = toys.slope_rows(2)
