@@ -10,8 +10,14 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: demo test check unit wheel test-oldest test-build-file format bench clean
 
+# The last run is one of 2 workers with 2 replicas each.
 demo: $(VENV)/.installed
-	$(VENV)/bin/python examples/mnist.py
+	rm -f mnist.jsonl
+	$(VENV)/bin/python examples/mnist.py --period=0
+	$(VENV)/bin/python examples/mnist.py --period=1
+	$(VENV)/bin/tf-avgstrategy launch --workers=2 --quiet_workers \
+	    examples/mnist.py --replicas=2 --period=16
+	$(VENV)/bin/python examples/plot_mnist.py
 
 test: check unit wheel
 
@@ -19,7 +25,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
 
-unit: $(VENV)/.installed
+unit: $(VENV)/.horovod
 	$(VENV)/bin/python -m pytest
 
 # Without the demo's and the tests' packages, from a folder that is not this
@@ -54,6 +60,13 @@ $(VENV)/.installed: requirements/dev.txt setup.cfg
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements/dev.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# Compiled from source, a few minutes, once: the wheel is kept in ~/.cache.
+$(VENV)/.horovod: $(VENV)/.installed
+	(command -v cmake && command -v g++ && command -v ip) >/dev/null || \
+	    (apt-get update -qq && apt-get install -y -qq cmake g++ make iproute2)
+	$(VENV)/bin/tf-avgstrategy build-horovod
 	touch $@
 
 $(OLDEST)/.installed: requirements/oldest.txt setup.cfg

@@ -13,31 +13,68 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Each module and the modules of this package that it may import.
 MAY_IMPORT = {
-    "__init__": {"_version", "averager", "callbacks", "schedules", "strategy"},
-    "_version": set(),
-    "averager": {
-        "buckets",
+    "__init__": {
+        "_version",
+        "averager",
+        "callbacks",
         "communicators",
+        "schedules",
+        "strategy",
+    },
+    "_version": set(),
+    "agreement": set(),
+    "averager": {
+        "agreement",
+        "buckets",
         "mean",
+        "rounds",
         "schedules",
         "state",
         "strategy",
     },
     "buckets": set(),
     "callbacks": {"averager", "schedules", "state"},
-    "cli": {"_version"},
+    "cli": {"_version", "horovod_build", "launcher"},
     "cluster": set(),
+    "collective_communicator": {"communicators", "liveness"},
     "communicators": set(),
+    "horovod_build": set(),
+    "horovod_communicator": {
+        "communicators",
+        "horovod_rendezvous",
+        "liveness",
+    },
+    "horovod_rendezvous": set(),
+    "launcher": {"horovod_rendezvous", "worker_processes"},
+    "liveness": set(),
     "mean": set(),
     "replica_step": set(),
+    "rounds": {"buckets", "mean", "state"},
+    "row_order": set(),
     "schedules": set(),
+    "sharding": {"row_order"},
+    "startup": {
+        "cluster",
+        "collective_communicator",
+        "communicators",
+        "horovod_communicator",
+    },
     "state": {"variables"},
-    "strategy": {"cluster", "replica_step", "variables"},
+    "strategy": {"replica_step", "sharding", "startup", "variables"},
     "variables": set(),
+    "worker_processes": set(),
 }
-# Who may import `tensorflow.python`, and read an optimizer's private state.
-PRIVATE_TENSORFLOW = {"strategy", "variables"}
+# Who may import `tensorflow.python`, read an optimizer's private state, and
+# import Horovod.
+PRIVATE_TENSORFLOW = {
+    "collective_communicator",
+    "row_order",
+    "sharding",
+    "strategy",
+    "variables",
+}
 PRIVATE_KERAS = {"state"}
+HOROVOD = {"horovod_communicator", "horovod_rendezvous"}
 
 # Every private name of TensorFlow that the package uses. A release that drops
 # one fails here, by its name, before anything else does.
@@ -45,7 +82,14 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.autograph.core.ag_ctx.ControlStatusCtx",
     "tensorflow.python.autograph.core.ag_ctx.Status",
     "tensorflow.python.autograph.impl.api.tf_convert",
+    "tensorflow.python.data.experimental.ops.distribute._AutoShardDataset",
+    "tensorflow.python.data.experimental.ops.distribute.compute_batch_size",
+    "tensorflow.python.data.ops.dataset_ops.UnaryUnchangedStructureDataset",
+    "tensorflow.python.data.ops.dataset_ops._VariantDataset",
     "tensorflow.python.distribute.distribute_lib.enter_or_assert_strategy",
+    "tensorflow.python.distribute.distribute_utils.regroup",
+    "tensorflow.python.distribute.input_util"
+    ".get_distributed_datasets_from_function",
     "tensorflow.python.distribute.mirrored_run.call_for_each_replica",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._call_for_each_replica",
@@ -54,9 +98,19 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._get_cross_device_ops",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._distribute_datasets_from_function",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._experimental_distribute_dataset",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._experimental_distribute_values_from_function",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._get_local_replica_id",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._get_replica_id_in_sync_group",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._get_variable_creator_initial_value",
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
+    "._input_workers_with_options",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._num_replicas_in_sync",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
@@ -71,12 +125,25 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.distribute.values.MirroredVariable.values",
     "tensorflow.python.distribute.values_util.get_current_replica_id_as_int",
     "tensorflow.python.distribute.values_util.is_saving_non_distributed",
+    "tensorflow.python.eager.context.context",
+    "tensorflow.python.eager.context.Context.configure_collective_ops",
+    "tensorflow.python.eager.context.Context.enable_collective_ops",
+    "tensorflow.python.eager.context.Context.ensure_initialized",
     "tensorflow.python.eager.def_function.Function._clone",
+    "tensorflow.python.ops.collective_ops.all_gather_v2",
+    "tensorflow.python.ops.collective_ops.all_reduce_v2",
     "tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext",
 ]
 # Attributes that only instances have: an expression for the instance, names.
 PRIVATE_ATTRIBUTES = {
     "strategy.extended": ["_devices", "_input_workers_devices"],
+    "context": ["_initialized"],
+    "dataset": ["_functions", "_inputs", "_variant_tensor"],
+    "shuffle": ["_seed", "_seed2"],
+    "interleave": ["_cycle_length"],
+    "parallel": ["_deterministic"],
+    "reader": ["_filenames", "_impl"],
+    "structured_function": ["_func"],
     "variable": ["_values", "_distribute_strategy"],
     "function": ["_autograph", "_jit_compile"],
     "keras_variable": ["_value"],
@@ -142,9 +209,12 @@ def test_private_modules_are_imported_where_they_may_be(module):
             ("tensorflow.python", "tensorflow.core", "keras.src", "horovod")
         )
     ]
-    if module not in PRIVATE_TENSORFLOW:
-        assert private == []
-    assert all(name.startswith("tensorflow.python") for name in private)
+    allowed = []
+    if module in PRIVATE_TENSORFLOW:
+        allowed.append("tensorflow.python")
+    if module in HOROVOD:
+        allowed.append("horovod")
+    assert [n for n in private if not n.startswith(tuple(allowed))] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -208,7 +278,9 @@ def test_tensorflow_and_keras_still_have_attributes_of(kind):
     import keras
     import tensorflow as tf
     import toys
+    from tensorflow.python.eager import context
 
+    numbers = tf.data.Dataset.range(2)
     optimizers = keras.optimizers
     strategy = toys.make_strategy()
 
@@ -232,6 +304,13 @@ def test_tensorflow_and_keras_still_have_attributes_of(kind):
     with strategy.scope():
         instance = {
             "strategy.extended": lambda: strategy.extended,
+            "context": context.context,
+            "dataset": lambda: numbers,
+            "shuffle": lambda: numbers.shuffle(2),
+            "interleave": lambda: numbers.interleave(lambda _: numbers),
+            "parallel": lambda: numbers.map(abs, num_parallel_calls=2),
+            "reader": lambda: tf.data.TFRecordDataset(["a"]),
+            "structured_function": lambda: numbers.map(abs)._functions()[0],
             "variable": lambda: tf.Variable(1.0),
             "function": lambda: tf.function(lambda: 1),
             "keras_variable": lambda: keras.Variable(1.0),

@@ -16,7 +16,11 @@ def _rules():
     for node in ast.parse((ROOT / "BUILD").read_text()).body:
         call = getattr(node, "value", None)
         if isinstance(call, ast.Call) and call.func.id.startswith("py_"):
-            rule = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+            rule = {
+                keyword.arg: ast.literal_eval(keyword.value)
+                for keyword in call.keywords
+                if keyword.arg != "data"
+            }
             rules.append({"kind": call.func.id, **rule})
     return rules
 
@@ -49,8 +53,9 @@ def _source_of(name):
         for candidate in [*rest[:1], "__init__"]:
             if (ROOT / PACKAGE / f"{candidate}.py").exists():
                 return f"{PACKAGE}/{candidate}.py"
-    if (ROOT / "tests" / f"{first}.py").exists():
-        return f"tests/{first}.py"
+    for folder in ("tests", "tests/integration"):
+        if (ROOT / folder / f"{first}.py").exists():
+            return f"{folder}/{first}.py"
     return None
 
 
@@ -80,6 +85,8 @@ def test_dependencies_are_the_imports(source):
     if rule["kind"] == "py_test":
         assert rule["srcs"][0] == rule["main"] == RUNNER
         expected.add(":conftest")
+        if source.startswith("tests/integration/"):
+            expected.add(":integration_conftest")
     assert set(rule.get("deps", [])) == expected
     assert rule.get("deps", []) == sorted(rule.get("deps", []))
 

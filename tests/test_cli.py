@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import tensorflow as tf
 
 import tf_avgstrategy as avg
 from tf_avgstrategy import cli
+from tf_avgstrategy import horovod_build
+from tf_avgstrategy import launcher
 
 
 def run(capsys, monkeypatch, *arguments):
@@ -35,11 +38,191 @@ class TestDoctor:
         assert "keras 2.1: not supported, needs >= 3.5, < 4.0" in output.out
 
 
-@pytest.mark.parametrize("arguments", [(), ("launch",), ("doctor", "more")])
+class TestLaunch:
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        """The arguments of `launch`, which returns 7."""
+        calls = []
+
+        def launch(script, **options):
+            calls.append((script, options))
+            return 7
+
+        monkeypatch.setattr(launcher, "launch", launch)
+        return calls
+
+    def test_what_follows_the_script_is_its_own(
+        self, capsys, monkeypatch, launched
+    ):
+        script = ["train.py", "--workers=9", "-m", "--help", "--", "--unknown"]
+        options = [
+            *("--workers", "4", "--devices_per_worker=2"),
+            *("--communicator=horovod", "--quiet_workers"),
+        ]
+        code, _ = run(capsys, monkeypatch, "launch", *options, *script)
+        assert code == 7
+        assert launched == [
+            (
+                script,
+                {
+                    "num_workers": 4,
+                    "devices_per_worker": 2,
+                    "communicator": "horovod",
+                    "quiet": True,
+                },
+            )
+        ]
+
+    @pytest.mark.parametrize(
+        "script", [["train.py"], ["-m", "train", "--workers=3"], ["-m"]]
+    )
+    def test_defaults(self, capsys, monkeypatch, launched, script):
+        run(capsys, monkeypatch, "launch", *script)
+        assert launched == [
+            (
+                script,
+                {
+                    "num_workers": 1,
+                    "devices_per_worker": None,
+                    "communicator": "collective",
+                    "quiet": False,
+                },
+            )
+        ]
+
+    def test_dashes_are_as_good(self, capsys, monkeypatch, launched):
+        run(
+            capsys,
+            monkeypatch,
+            *("launch", "--devices-per-worker=2", "--quiet-workers", "a.py"),
+        )
+        assert launched[0][1]["devices_per_worker"] == 2
+        assert launched[0][1]["quiet"]
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            ([], "The path of a script must follow"),
+            (["--workers=2"], "The path of a script must follow"),
+            (["--workers=0", "a.py"], "--workers=0: 0 is not"),
+            (["--workers=x", "a.py"], "--workers=x: invalid literal"),
+            (["--devices_per_worker=0", "a.py"], "0 is not"),
+            (["--communicator=mpi", "a.py"], "<collective|horovod>"),
+            (["--worker=2", "a.py"], "Did you mean: workers"),
+            (["--workers"], "Missing value for flag --workers"),
+        ],
+    )
+    def test_refuses_other_options(
+        self, capsys, monkeypatch, launched, arguments, message
+    ):
+        code, output = run(capsys, monkeypatch, "launch", *arguments)
+        assert code == 2
+        assert output.err.startswith("tf-avgstrategy launch: ")
+        assert message in output.err
+        assert f"Received: {arguments}. See `tf-avgstrategy launch --help`" in (
+            output.err
+        )
+        assert not launched
+
+    def test_what_cannot_be_started_is_a_usage_error(self, capsys, monkeypatch):
+        code, output = run(capsys, monkeypatch, "launch", "no_such_file.py")
+        assert code == 2
+        assert output.err.startswith("tf-avgstrategy launch: `script` must")
+        assert "Received: ['no_such_file.py']. Correct" in output.err
+
+    def test_says_how_to_get_horovod(self, capsys, monkeypatch):
+        def launch(*_, **__):
+            raise ImportError("Run `tf-avgstrategy build-horovod`.")
+
+        monkeypatch.setattr(launcher, "launch", launch)
+        code, output = run(capsys, monkeypatch, "launch", "a.py")
+        assert code == 1
+        assert output.err == (
+            "tf-avgstrategy launch: Run `tf-avgstrategy build-horovod`.\n"
+        )
+
+
+class TestBuildHorovod:
+    @pytest.fixture
+    def built(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(
+            horovod_build, "build", lambda **options: calls.append(options)
+        )
+        return calls
+
+    @pytest.mark.parametrize(
+        "arguments, chosen",
+        [
+            ([], set()),
+            (["--with_nccl", "--rebuild"], {"with_nccl", "rebuild"}),
+            (["--with-nccl", "--with-mpi"], {"with_nccl", "with_mpi"}),
+            (["--with-nccl=true", "--nowith-mpi"], {"with_nccl"}),
+        ],
+    )
+    def test_builds_with_what_is_asked_for(
+        self, capsys, monkeypatch, built, arguments, chosen
+    ):
+        code, _ = run(capsys, monkeypatch, "build-horovod", *arguments)
+        assert not code
+        names = ("with_nccl", "with_mpi", "rebuild")
+        expected = {name: name in chosen for name in names}
+        assert built == [{**expected, "install": True}]
+
+    def test_prints_why_it_failed(self, capsys, monkeypatch):
+        def build(**_):
+            raise horovod_build.HorovodBuildError("No compiler. Install g++.")
+
+        monkeypatch.setattr(horovod_build, "build", build)
+        code, output = run(capsys, monkeypatch, "build-horovod")
+        assert code == 1
+        assert output.err == "No compiler. Install g++.\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("start",), ("start", "--help")])
 def test_anything_else_prints_the_usage(capsys, monkeypatch, arguments):
     code, output = run(capsys, monkeypatch, *arguments)
     assert code == 2
     assert output.err.startswith("Usage: tf-avgstrategy COMMAND")
+
+
+@pytest.mark.parametrize("command", ["doctor", "build-horovod"])
+@pytest.mark.parametrize(
+    "argument, message",
+    [("more", "options alone, not 'more'"), ("--more", "flag 'more'")],
+)
+def test_commands_refuse_arguments(
+    capsys, monkeypatch, command, argument, message
+):
+    code, output = run(capsys, monkeypatch, command, argument)
+    assert code == 2
+    assert message in output.err
+    assert f"Received: ['{argument}']. See" in output.err
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        ([], []),
+        (["doctor"], ["help"]),
+        (
+            ["launch"],
+            [
+                *("help", "workers", "devices_per_worker"),
+                *("communicator", "quiet_workers"),
+            ],
+        ),
+        (["build-horovod"], ["help", "with_nccl", "with_mpi", "rebuild"]),
+    ],
+)
+def test_help(capsys, monkeypatch, command, options, option):
+    code, output = run(capsys, monkeypatch, *command, option)
+    assert not code
+    usage = " ".join(["Usage: tf-avgstrategy", *(command or ["COMMAND"])])
+    assert output.out.startswith(usage)
+    listed = re.findall(r"^  --(\w+): ", output.out, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(options)
 
 
 def test_the_command_is_installed():

@@ -4,7 +4,6 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-import tf_avgstrategy as avg
 from tf_avgstrategy import cluster
 
 TWO = {"worker": ["a:1", "b:2"]}
@@ -180,22 +179,3 @@ class TestFromEnvironment:
         config = {"cluster": TWO, "task": WORKER_0}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
         assert cluster.from_environment().size == 2
-
-
-class TestCheckSingleWorker:
-    def test_alone_or_with_one_worker_is_fine(self, monkeypatch):
-        monkeypatch.delenv("HOROVOD_SIZE", raising=False)
-        cluster.check_single_worker()
-        config = {"cluster": {"worker": ["a:1"]}, "task": WORKER_0}
-        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setenv("HOROVOD_SIZE", "1")
-        cluster.check_single_worker()
-
-    def test_workers_never_train_apart_in_silence(self, monkeypatch):
-        monkeypatch.setenv("HOROVOD_SIZE", "4")
-        with pytest.raises(ValueError, match="4 workers, from horovodrun"):
-            avg.ParameterAveragingStrategy(["CPU:0"])
-        config = {"cluster": TWO, "task": WORKER_0}
-        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        with pytest.raises(ValueError, match="2 workers, from TF_CONFIG"):
-            avg.ParameterAveragingStrategy(["CPU:0"])

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import tf_avgstrategy as avg
+from tf_avgstrategy import cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -32,6 +33,23 @@ def test_docstring_examples(name):
 def test_code_blocks_run(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(block, page.name, "exec"), {"__name__": "__main__"})
+
+
+def test_slurm_recipe_gives_the_cluster_of_a_step(monkeypatch):
+    page = (ROOT / "docs" / "launching.md").read_text()
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.S)
+    step = {
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "n[1-2,7]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+        "SLURM_PROCID": "2",
+    }
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TF_CONFIG", "")
+    exec(compile(block, "recipe", "exec"), {})
+    addresses = ("n1:12345", "n2:12345", "n7:12345")
+    assert cluster.from_environment() == (addresses, 2)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -64,25 +82,21 @@ class TestMnist:
     def test_is_short_enough_to_be_read(self):
         assert len(self.PATH.read_text().splitlines()) < 100
 
-    def test_runs_as_a_script_with_flags(self, tmp_path):
-        done = subprocess.run(
-            [
-                sys.executable,
-                self.PATH,
-                "--period=16",
-                "--epochs=1",
-                "--replicas=2",
-            ],
+    def test_is_run_and_drawn_as_the_page_says(self, tmp_path):
+        flags = ["--epochs=1", "--replicas=2"]
+        for period in (0, 16):
+            self.run("mnist.py", f"--period={period}", *flags, cwd=tmp_path)
+        table = self.run("plot_mnist.py", cwd=tmp_path).stdout
+        assert re.search(r"^one device +0\.\d+ .* 0 +0\.00$", table, re.M)
+        # 4000 rows in batches of 64: 63 steps, so 3 rounds and a last one.
+        assert re.search(r"^period 16 +0\.\d+ .* 4 +\d\.\d+$", table, re.M)
+        assert (tmp_path / "mnist.png").stat().st_size > 10_000
+
+    def run(self, name, *arguments, cwd):
+        return subprocess.run(
+            [sys.executable, self.PATH.with_name(name), *arguments],
             capture_output=True,
             text=True,
             check=True,
-            cwd=tmp_path,
+            cwd=cwd,
         )
-        assert (tmp_path / "mnist.png").stat().st_size > 10_000
-        row = re.search(
-            r"^period 16 +([\d.]+) +[\d.]+ +(\d+)", done.stdout, re.M
-        )
-        # 63 batches, a round after every 16th and before the validation.
-        assert int(row[2]) == 4
-        # Ten classes: guessing gives 0.1. Seen: 0.5 to 0.8.
-        assert float(row[1]) > 0.3

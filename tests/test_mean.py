@@ -8,10 +8,15 @@ from tf_avgstrategy import mean
 
 
 def weighted_mean(values, weights):
-    shares = mean.shares(weights)
-    ratios = tf.constant(shares.ratios, tf.float64)
+    """The mean as a round takes it: around the value of the largest share."""
+    ratios, anchor = mean.shares(weights)
     values = [tf.constant(value) for value in values]
-    return mean.weighted_mean(values, ratios, shares.anchor).numpy()
+    center = values.pop(anchor)
+    if not values:
+        return center.numpy()
+    del ratios[anchor]
+    offset = mean.weighted_offset(values, center, ratios)
+    return (tf.cast(center, offset.dtype) + offset).numpy()
 
 
 class TestShares:
@@ -91,29 +96,44 @@ class TestWeightedMean:
         assert abs(result - expected) <= tolerance * 2 * scale + 1e-37
 
 
-class TestPooledVariance:
+class TestWeightedOffset:
+    def test_of_what_equals_the_center_is_nothing(self):
+        values = [tf.constant([0.1, 1e30])] * 3
+        offset = mean.weighted_offset(values, values[0], [0.2, 0.3, 0.5])
+        np.testing.assert_array_equal(offset, [0.0, 0.0])
+
+    def test_leaves_out_what_has_no_share(self):
+        values = [tf.constant(float("nan")), tf.constant(3.0)]
+        offset = mean.weighted_offset(values, tf.constant(1.0), [0.0, 0.5])
+        assert offset.numpy() == 1.0
+
+    def test_parts_of_a_whole_add_up(self):
+        # 2.25 and 8 around 4, as two workers with half the weight each.
+        parts = [
+            mean.weighted_offset([tf.constant(w)], tf.constant(4.0), [0.5])
+            for w in (2.25, 8.0)
+        ]
+        assert 4.0 + sum(part.numpy() for part in parts) == 5.125
+
+
+class TestTotalVariances:
     def test_adds_the_variance_of_the_means(self):
-        shares = mean.shares([1, 1])
-        result = mean.pooled_variance(
+        totals = mean.total_variances(
             [tf.constant(1.0), tf.constant(1.0)],
             [tf.constant(0.0), tf.constant(4.0)],
             tf.constant(2.0),
-            tf.constant(shares.ratios, tf.float64),
-            shares.anchor,
         )
-        assert result.numpy() == 5.0
+        assert weighted_mean(totals, [1, 1]) == 5.0
 
-    def test_is_the_variance_of_all_rows_together(self):
+    def test_give_the_variance_of_all_rows_together(self):
         rng = np.random.default_rng(0)
         parts = [rng.normal(3, 2, 100), rng.normal(-1, 1, 300)]
-        shares = mean.shares([100, 300])
-        ratios = tf.constant(shares.ratios, tf.float64)
         means = [tf.constant(part.mean()) for part in parts]
         variances = [tf.constant(part.var()) for part in parts]
-        center = mean.weighted_mean(means, ratios, shares.anchor)
-        result = mean.pooled_variance(
-            variances, means, center, ratios, shares.anchor
-        )
+        center = weighted_mean(means, [100, 300])
+        totals = mean.total_variances(variances, means, center)
         everything = np.concatenate(parts)
         # Float64 rounding of sums over 400 rows.
-        np.testing.assert_allclose(result, everything.var(), rtol=1e-12)
+        np.testing.assert_allclose(
+            weighted_mean(totals, [100, 300]), everything.var(), rtol=1e-12
+        )

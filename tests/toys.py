@@ -28,10 +28,32 @@ T1_WEIGHTS = {
 }
 
 
-def make_strategy(num_replicas=2):
+def make_strategy(num_replicas=2, **arguments):
     return avg.ParameterAveragingStrategy(
-        [f"CPU:{index}" for index in range(num_replicas)]
+        [f"CPU:{index}" for index in range(num_replicas)], **arguments
     )
+
+
+class TwinCommunicator(avg.Communicator):
+    """As if there were a second worker that always holds the same state."""
+
+    name = "twin"
+
+    def __init__(self):
+        super().__init__(rank=0, size=2)
+        self.fails = False
+
+    def _gather(self, array):
+        return np.stack([array, array])
+
+    def _reduce(self, tensors):
+        sums = [tensor + tensor for tensor in tensors]
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return sums
+
+    def _broadcast(self, tensors, root):
+        return tensors
 
 
 def sgd(**arguments):

@@ -3,13 +3,17 @@
 from tf_avgstrategy._version import __version__
 from tf_avgstrategy.averager import ParameterAverager
 from tf_avgstrategy.callbacks import PeriodicAveraging
+from tf_avgstrategy.communicators import Communicator
+from tf_avgstrategy.communicators import WorkerLostError
 from tf_avgstrategy.schedules import Periodic
 from tf_avgstrategy.strategy import ParameterAveragingStrategy
 
 __all__ = [
+    "Communicator",
     "ParameterAverager",
     "ParameterAveragingStrategy",
     "Periodic",
     "PeriodicAveraging",
+    "WorkerLostError",
     "__version__",
 ]

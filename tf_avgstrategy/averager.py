@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import tensorflow as tf
 
+from tf_avgstrategy import agreement
 from tf_avgstrategy import buckets
-from tf_avgstrategy import communicators
 from tf_avgstrategy import mean
+from tf_avgstrategy import rounds
 from tf_avgstrategy import schedules
 from tf_avgstrategy import state
 from tf_avgstrategy import strategy as strategies
@@ -21,6 +23,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
     mean over all replicas, weighted by the rows that each has seen since the
     last round. All new values are computed before the first variable is
     written: a round that fails changes nothing.
+
+    With several workers each makes one, in the same order, and calls the same
+    methods in the same order: `step` after each training step, `end_epoch`
+    where its data ends. Making one compares the variables of all workers and
+    gives every worker the state of the chief: variables (but for seeds, which
+    stay different, metrics and arrays of integers), slots, `iterations`,
+    learning rate, and the counters of this object.
 
     `fit` needs the `PeriodicAveraging` callback instead, which drives one of
     these. `tf.train.Checkpoint(averager=averager)` saves its counters.
@@ -42,8 +51,10 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of its range, or a variable was not
-            made in the strategy's scope.
+        ValueError: If an argument is out of its range, a variable was not made
+            in the strategy's scope, or workers have other variables or
+            arguments than the chief.
+        WorkerLostError: If a worker does not take part in time.
 
     Example:
 
@@ -58,7 +69,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
     for batch in strategy.experimental_distribute_dataset(dataset):
         train_step(batch)  # a tf.function that calls strategy.run
         averager.step()
-    averager.average()
+    averager.end_epoch()
     ```
     """
 
@@ -75,11 +86,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
     ):
         check_strategy(strategy)
         state.check_slots(slots)
+        strategy.check_environment()
         if not isinstance(optimizers, (list, tuple)):
             optimizers = [optimizers]
         self._schedule = schedules.Periodic(period, warmup_steps)
         self._strategy = strategy
-        self._communicator = communicators.SingleWorkerCommunicator()
+        self._communicator = strategy.communicator
         self._variables = list(variables)
         self._optimizers = list(optimizers)
         self._slots = slots
@@ -91,17 +103,22 @@ class ParameterAverager(tf.train.experimental.PythonState):
             self._optimizers
         )
         self._num_optimizer_variables = None
+        self._has_new_rules = True
+        self._round = None
         self._refresh_rules()
         self._is_pending = False
+        self._has_warned = False
         self._seen = strategy.training_progress()
         self.steps = 0
         self.rounds = 0
+        self.start()
 
     @property
     def bytes_per_round(self):
         """Int, the bytes of a replica that one round exchanges."""
         self._refresh_rules()
-        return sum(buckets.num_bytes(spec) for spec in self._specs())
+        travelling = state.travelling_rules(self._rules)
+        return sum(map(buckets.num_bytes, rounds.specs(travelling)))
 
     def step(self, num_steps=1):
         """Counts training steps and runs a round if one is due.
@@ -139,8 +156,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         Returns:
             Bool, whether a round was run.
         """
-        steps = self._strategy.training_progress().steps
-        if steps == self._seen.steps:
+        if not self._has_stepped():
             return False
         self.average()
         return True
@@ -151,24 +167,43 @@ class ParameterAverager(tf.train.experimental.PythonState):
         Args:
             weights: Sequence of numbers >= 0, one per local replica. `None`
                 takes the rows that each has seen since the last round, or
-                equal weights if none has seen any.
+                equal weights if none of any worker has seen any.
 
         Raises:
             ValueError: If weights are negative, not finite, or all 0.
+            FloatingPointError: On every worker, if a variable that counts is
+                not finite on one of them.
+            WorkerLostError: If a worker does not take part in time.
         """
         _check_eager()
-        progress = self._strategy.training_progress()
-        if weights is None:
-            rows = zip(progress.rows, self._seen.rows)
-            weights = [now - before for now, before in rows]
-            weights = weights if any(weights) else [1] * len(weights)
-        self._check_weights(weights)
-        shares = mean.shares(weights)
-        self._refresh_rules()
-        self._round(tf.constant(shares.ratios, tf.float64), shares.anchor)
-        self._seen = progress
-        self._is_pending = False
-        self.rounds += 1
+        self._take_part(agreement.IN_EPOCH, weights)
+
+    def end_epoch(self):
+        """Waits until every worker has called it, then runs a round.
+
+        Workers whose data ends earlier take part in the others' rounds, with
+        what they have not contributed yet and then with weight 0. Afterwards
+        all of them have counted the steps of the one that made most. If none
+        has trained since the last round, that one is left out.
+
+        Raises:
+            FloatingPointError: See `average`.
+            WorkerLostError: If a worker does not take part in time.
+        """
+        _check_eager()
+        self._wait_for_all(agreement.AFTER_EPOCH)
+
+    def end_training(self):
+        """Like `end_epoch`, for a worker that has no more epochs to come.
+
+        It takes part in the rounds of the epochs that others still have.
+
+        Raises:
+            FloatingPointError: See `average`.
+            WorkerLostError: If a worker does not take part in time.
+        """
+        _check_eager()
+        self._wait_for_all(agreement.AFTER_TRAINING)
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what."""
@@ -218,6 +253,85 @@ class ParameterAverager(tf.train.experimental.PythonState):
             with self._strategy.scope():
                 unbuilt[0].build([v for v in self._variables if v.trainable])
 
+    def start(self):
+        """Gives every worker the chief's state. `fit` begins with it."""
+        if self._communicator.size == 1:
+            return
+        agreement.check_same(
+            self._communicator, self._description(), "settings and variables"
+        )
+        is_first = self._round is None
+        rules = [r for r in self._rules if _is_given_by_chief(r, is_first)]
+        counters = tf.constant([self.steps, self.rounds], tf.int64)
+        counters, *values = self._communicator.broadcast(
+            [counters, *map(_as_read, rules)]
+        )
+        for rule, value in zip(rules, values):
+            for copy in rule.copies:
+                copy.assign(value)
+        self.steps, self.rounds = counters.numpy().tolist()
+        # The references of the last `fit` may not be what is there now.
+        self._has_new_rules = True
+        self._prepare_round()
+
+    def _has_stepped(self):
+        steps = self._strategy.training_progress().steps
+        return steps != self._seen.steps
+
+    def _wait_for_all(self, progress):
+        while True:
+            statuses = self._take_part(progress)
+            if all(status.progress >= progress for status in statuses):
+                break
+        self.steps = max(status.steps for status in statuses)
+        self._has_warned = False
+
+    def _take_part(self, progress, weights=None):
+        """Tells all workers how far this one is, and averages if one wants to.
+
+        Returns:
+            List of the `Status` of each worker before the round.
+        """
+        seen = self._strategy.training_progress()
+        if weights is None:
+            rows = zip(seen.rows, self._seen.rows)
+            counted = [now - before for now, before in rows]
+        else:
+            counted = self._check_weights(weights)
+        self._prepare_round()
+        is_finite, extremes = self._round.replica_state()
+        sick_replica, sick_variable = _first_sick(is_finite, counted)
+        status = agreement.Status(
+            progress=progress,
+            steps=self.steps,
+            num_replicas=len(counted),
+            weight=float(sum(counted)),
+            has_stepped=self._has_stepped(),
+            sick_replica=sick_replica,
+            sick_variable=sick_variable,
+            extremes=extremes,
+        )
+        statuses = status.exchange(self._communicator)
+        if not self._has_warned:
+            self._has_warned = agreement.warn_of_idle_workers(statuses)
+        if any(s.wants_round for s in statuses):
+            total = sum(s.weight for s in statuses)
+            if not total and weights is None:
+                counted = [1] * len(counted)
+                total = sum(s.num_replicas for s in statuses)
+            shares = mean.shares(counted, total)
+            agreement.check_health(
+                statuses, total, [rule.path for rule in self._round.travelling]
+            )
+            extremes = agreement.extremes(
+                statuses, self._round.agrees_on_floats
+            )
+            self._round.run(shares, extremes)
+            self._seen = seen
+            self._is_pending = False
+            self.rounds += 1
+        return statuses
+
     def _check_weights(self, weights):
         num_replicas = len(self._seen.rows)
         if len(weights) != num_replicas:
@@ -226,6 +340,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 f"{num_replicas}. Received: weights={list(weights)}. Pass "
                 "None to weigh replicas by the rows that they have seen."
             )
+        return mean.check_weights(weights)
 
     def _refresh_rules(self):
         """Takes in slots that optimizers built since the last time."""
@@ -239,54 +354,37 @@ class ParameterAverager(tf.train.experimental.PythonState):
             overrides=self._overrides,
         )
         self._num_optimizer_variables = num_variables
-        self._plan = buckets.plan_buckets(
-            self._specs(), self._communicator.bucket_bytes
-        )
-        self._round = tf.function(self._run_round, autograph=False)
+        self._has_new_rules = True
 
-    def _specs(self):
-        return [
-            tf.TensorSpec(
-                rule.copies[0].shape,
-                mean.accumulation_dtype(rule.copies[0].dtype),
+    def _prepare_round(self):
+        """Makes the computation of rounds for the rules that there are now."""
+        self._refresh_rules()
+        if self._round is not None and not self._has_new_rules:
+            return
+        references = ()
+        if self._communicator.size > 1:
+            agreement.check_same(
+                self._communicator, self._description(), "variables"
             )
-            for rule in self._rules
-            if rule.travels
+            travelling = state.travelling_rules(self._rules)
+            references = self._communicator.broadcast(
+                [_as_read(rule) for rule in travelling]
+            )
+        self._round = rounds.Round(self._rules, self._communicator, references)
+        self._has_new_rules = False
+
+    def _description(self):
+        """One line for each thing that must be the same on every worker."""
+        return [
+            f"{self._schedule}, slots={self._slots!r}",
+            *map(state.describe_optimizer, self._optimizers),
+            *(
+                f"{rule.path} {rule.rule} {rule.copies[0].dtype.name} "
+                f"{tuple(rule.copies[0].shape)}"
+                for rule in self._rules
+                if rule.copies
+            ),
         ]
-
-    def _run_round(self, ratios, anchor):
-        self._finish(*self._begin(ratios, anchor))
-
-    def _begin(self, ratios, anchor):
-        """Takes the snapshot that travels and sends it.
-
-        Returns:
-            The buffers summed over all workers, and a list of new values of
-            the rules that do not travel.
-        """
-        travelling = [r for r in self._rules if r.travels]
-        snapshot = [_mean_of_copies(r, ratios, anchor) for r in travelling]
-        settled = [_local_value(r) for r in self._rules if not r.travels]
-        buffers = buckets.pack(self._plan, snapshot)
-        return self._communicator.all_reduce_sum(buffers), settled
-
-    def _finish(self, buffers, settled):
-        """Writes the mean to every replica, all of it or nothing."""
-        averaged = iter(buckets.unpack(self._plan, buffers))
-        settled = iter(settled)
-        new_values = [
-            next(averaged) if rule.travels else next(settled)
-            for rule in self._rules
-        ]
-        computed = [value for value in new_values if value is not None]
-        # Through one node: an edge from every value to every write would make
-        # their number grow with the square of the number of variables.
-        with tf.control_dependencies([tf.group(*computed)]):
-            for rule, value in zip(self._rules, new_values):
-                if rule.rule == "keep in step":
-                    _empty(rule.copies, value)
-                elif value is not None:
-                    _write(rule.copies, value)
 
 
 def check_strategy(strategy):
@@ -319,62 +417,30 @@ def _check_eager():
         )
 
 
-def _mean_of_copies(rule, ratios, anchor):
-    values = [copy.read_value() for copy in rule.copies]
-    with tf.device(rule.copies[anchor].device):
-        if rule.rule == "mean":
-            return mean.weighted_mean(values, ratios, anchor)
-        means = [copy.read_value() for copy in rule.partner]
-        center = mean.weighted_mean(means, ratios, anchor)
-        return mean.pooled_variance(values, means, center, ratios, anchor)
+def _first_sick(is_finite, weights):
+    """The first replica with a variable that is not finite, and the variable.
 
-
-def _local_value(rule):
-    """The new value of a rule that needs no mean, None if it stays."""
-    if rule.rule == "keep":
-        return None
-    if rule.rule == "keep in step":
-        return _is_behind(rule.partner)
-    first = rule.copies[0]
-    with tf.device(first.device):
-        if rule.rule == "reset":
-            return tf.fill(
-                first.shape, tf.cast(rule.initial_value, first.dtype)
-            )
-        values = tf.stack([copy.read_value() for copy in rule.copies])
-        if rule.rule == "minimum":
-            return tf.reduce_min(values, axis=0)
-        if rule.rule == "maximum":
-            return tf.reduce_max(values, axis=0)
-        scales = tf.stack([copy.read_value() for copy in rule.partner])
-        agree = tf.logical_and(
-            tf.reduce_all(tf.equal(values, values[0])),
-            tf.reduce_all(tf.equal(scales, scales[0])),
-        )
-        return tf.where(agree, values[0], tf.zeros_like(values[0]))
-
-
-def _is_behind(iterations):
-    """Which replicas a round moves on, a bool vector.
-
-    They hold gradients of an update that has then been made without them.
+    Replicas of weight 0 do not count, unless all have it.
     """
-    with tf.device(iterations[0].device):
-        counts = tf.stack([copy.read_value() for copy in iterations])
-        return tf.less(counts, tf.reduce_max(counts))
+    counts = np.array(weights) > 0
+    counts |= not counts.any()
+    sick = np.argwhere(~is_finite & counts[:, None])
+    return sick[0].tolist() if len(sick) else (-1, -1)
 
 
-def _empty(copies, is_behind):
-    for replica, copy in enumerate(copies):
-        with tf.device(copy.device):
-            tf.cond(
-                is_behind[replica],
-                lambda copy=copy: tf.group(copy.assign(tf.zeros_like(copy))),
-                tf.no_op,
-            )
+def _is_given_by_chief(rule, is_first):
+    """Whether a start replaces a variable by the chief's."""
+    if not rule.copies or rule.kind == "other":
+        return False
+    # What stays local in rounds is made equal once, not in a second `fit`.
+    return is_first or rule.rule != "keep" or rule.kind == "learning rate"
 
 
-def _write(copies, value):
-    for copy in copies:
-        with tf.device(copy.device):
-            copy.assign(tf.cast(value, copy.dtype), read_value=False)
+def _as_read(rule):
+    """A variable's value as seen from outside a replica."""
+    if not rule.travels:
+        return rule.copies[0].read_value()
+    first, *others = [copy.read_value() for copy in rule.copies]
+    share = 1 / len(rule.copies)
+    offset = mean.weighted_offset(others, first, [share] * len(others))
+    return tf.cast(tf.cast(first, offset.dtype) + offset, first.dtype)

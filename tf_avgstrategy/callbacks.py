@@ -74,6 +74,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.averager = None
         self._steps_seen = 0
         self._has_begun = False
+        self._is_epoch_open = False
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what.
@@ -99,6 +100,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._check_alone()
         self._check_steps_per_execution()
+        self.model.distribute_strategy.check_environment()
         _move_new_optimizer_into_scope(self.model)
         self._prepare_averager(state.find_optimizers(self.model))
         _compile_per_replica(self.model)
@@ -108,19 +110,24 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._has_begun = True
+        self._is_epoch_open = True
 
     def on_train_batch_begin(self, batch, logs=None):
+        self._is_epoch_open = True
         self.model.distribute_strategy.count_all_runs(True)
 
     def on_train_batch_end(self, batch, logs=None):
         self._count_steps()
 
     def on_epoch_end(self, epoch, logs=None):
-        # Keras 3.5 ends no batch if the data ends within an execution.
-        self._count_steps()
+        self._end_epoch()
 
     def on_test_begin(self, logs=None):
-        self._average_if_stepped()
+        # In `fit` validation comes before `on_epoch_end`.
+        if self._is_epoch_open:
+            self._end_epoch()
+        else:
+            self._average_if_stepped()
 
     def on_predict_begin(self, logs=None):
         self._average_if_stepped()
@@ -128,8 +135,11 @@ class PeriodicAveraging(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         # Before this hook Keras has overwritten each replica's weights with
         # its own moving average, if the optimizer keeps one.
-        if not self._average_if_stepped() and self.averager.keeps_local("ema"):
+        self._count_steps()
+        self.averager.end_training()
+        if self.averager.keeps_local("ema"):
             self.averager.average()
+        self._is_epoch_open = False
         self.params.pop("averaging", None)
 
     def _prepare_averager(self, optimizers):
@@ -137,6 +147,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         last = self.averager
         if last is not None and last.is_for(variables, optimizers):
             last.start_counting_rows()
+            last.start()
             return
         self.averager = averagers.ParameterAverager(
             self.model.distribute_strategy,
@@ -149,6 +160,13 @@ class PeriodicAveraging(keras.callbacks.Callback):
         )
         if last is not None:
             self.averager.steps, self.averager.rounds = last.steps, last.rounds
+
+    def _end_epoch(self):
+        # Keras 3.5 ends no batch if the data ends within an execution.
+        self._count_steps()
+        if self._is_epoch_open:
+            self._is_epoch_open = False
+            self.averager.end_epoch()
 
     def _num_steps_run(self):
         return self.model.distribute_strategy.training_progress().steps
@@ -183,6 +201,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             )
         self.params["averaging"] = self
         self._has_begun = False
+        self._is_epoch_open = False
 
     def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution

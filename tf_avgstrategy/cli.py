@@ -3,23 +3,41 @@
 import importlib.metadata
 import platform
 import sys
+import textwrap
+from typing import NamedTuple
 
-import keras
-import tensorflow as tf
 from absl import app
 from absl import flags
 
 from tf_avgstrategy import _version
+from tf_avgstrategy import horovod_build
+from tf_avgstrategy import launcher
 
 __all__ = ["main"]
 
 _USAGE = """Usage: tf-avgstrategy COMMAND
 
 Commands:
-  doctor  prints versions, whether they are supported, and devices
+  doctor         prints versions, whether they are supported, and devices
+  launch         runs a script on several workers of this machine
+  build-horovod  builds Horovod for the installed TensorFlow, and installs it
+
+`tf-avgstrategy COMMAND --help` lists the options of a command.
 """
 # As in setup.cfg: at least the first, below the second.
 _SUPPORTED = {"tensorflow": ((2, 16), (2, 22)), "keras": ((3, 5), (4, 0))}
+
+
+class _Command(NamedTuple):
+    """A command: what follows its name, what it does, and its options.
+
+    `run` gets the values of the options and a list of the other arguments.
+    It raises `flags.Error` if it cannot take them.
+    """
+
+    run: object
+    synopsis: str
+    options: flags.FlagValues
 
 
 def main():
@@ -33,14 +51,94 @@ def _leave_to_commands(argv):
 
 
 def _run(argv):
-    commands = {"doctor": _doctor}
-    if len(argv) != 2 or argv[1] not in commands:
+    commands = {
+        "doctor": _Command(_doctor, "", _options()),
+        "launch": _Command(
+            _launch,
+            "[OPTIONS] SCRIPT|-m MODULE [ARGUMENTS OF THE SCRIPT]",
+            _launch_options(),
+        ),
+        "build-horovod": _Command(
+            _build_horovod, "[OPTIONS]", _build_horovod_options()
+        ),
+    }
+    name, arguments = "".join(argv[1:2]), argv[2:]
+    if name in ("--help", "-h", "help"):
+        print(_USAGE, end="")
+        return 0
+    if name not in commands:
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    return commands[argv[1]]()
+    return _run_command(name, commands[name], arguments)
 
 
-def _doctor():
+def _run_command(name, command, arguments):
+    try:
+        others = _parse(command.options, arguments)
+        if command.options.help:
+            print(_usage(name, command))
+            return 0
+        return command.run(command.options, others)
+    except flags.Error as error:
+        print(
+            f"tf-avgstrategy {name}: {error}\nReceived: {arguments}. See "
+            f"`tf-avgstrategy {name} --help`.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _parse(options, arguments):
+    """Sets the options. Returns the arguments from the first that is none."""
+    # absl would go on behind "-m module", which begins the script's own.
+    end = arguments.index("-m") if "-m" in arguments else len(arguments)
+    before = options(["tf-avgstrategy", *arguments[:end]])
+    return before[1:] + arguments[end:]
+
+
+def _usage(name, command):
+    lines = [f"Usage: tf-avgstrategy {name} {command.synopsis}".rstrip(), ""]
+    for option in command.options:
+        # Neither the short names nor the spellings with dashes.
+        if len(option) > 1 and "-" not in option:
+            flag = command.options[option]
+            text = f"--{option}: {flag.help} (default: {flag.default})"
+            lines.append(
+                textwrap.fill(
+                    text,
+                    initial_indent="  ",
+                    subsequent_indent="    ",
+                    break_on_hyphens=False,
+                )
+            )
+    return "\n".join(lines)
+
+
+def _options():
+    options = flags.FlagValues()
+    # What follows the script is the script's.
+    options.set_gnu_getopt(False)
+    flags.DEFINE_boolean(
+        "help", False, "Show this.", short_name="h", flag_values=options
+    )
+    return options
+
+
+def _allow_dashes(options):
+    for name in list(options):
+        if "_" in name:
+            flags.DEFINE_alias(
+                name.replace("_", "-"), name, flag_values=options
+            )
+    return options
+
+
+def _doctor(_, others):
+    _check_no_more(others)
+    # Not at the top: `launch` has no use for them.
+    import keras
+    import tensorflow as tf
+
     print(f"tf_avgstrategy {_version.__version__}")
     print(f"Python {platform.python_version()}")
     is_supported = True
@@ -55,6 +153,11 @@ def _doctor():
     return 0 if is_supported else 1
 
 
+def _check_no_more(others):
+    if others:
+        raise flags.Error(f"There must be options alone, not {others[0]!r}.")
+
+
 def _verdict(name, version):
     oldest, beyond = _SUPPORTED[name]
     number = tuple(map(int, version.split(".")[:2]))
@@ -62,3 +165,81 @@ def _verdict(name, version):
         return "supported"
     oldest, beyond = (".".join(map(str, bound)) for bound in (oldest, beyond))
     return f"not supported, needs >= {oldest}, < {beyond}"
+
+
+def _launch_options():
+    options = _options()
+    flags.DEFINE_integer(
+        "workers",
+        1,
+        "Number of processes that train together.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "devices_per_worker",
+        None,
+        "GPUs for each worker, virtual CPU devices where there are no GPUs. "
+        "None: an equal share of the GPUs, or one CPU device.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_enum(
+        "communicator",
+        "collective",
+        launcher.COMMUNICATORS,
+        "TensorFlow's own collectives, or horovod.",
+        flag_values=options,
+    )
+    flags.DEFINE_boolean(
+        "quiet_workers",
+        False,
+        "Show the output of rank 0 alone, and the last lines of a worker "
+        "that fails.",
+        flag_values=options,
+    )
+    return _allow_dashes(options)
+
+
+def _launch(options, script):
+    if not script:
+        raise flags.Error(
+            "The path of a script must follow the options, or -m and a module."
+        )
+    try:
+        return launcher.launch(
+            script,
+            num_workers=options.workers,
+            devices_per_worker=options.devices_per_worker,
+            communicator=options.communicator,
+            quiet=options.quiet_workers,
+        )
+    except (launcher.LaunchError, ImportError) as error:
+        print(f"tf-avgstrategy launch: {error}", file=sys.stderr)
+        return 2 if isinstance(error, launcher.LaunchError) else 1
+
+
+def _build_horovod_options():
+    options = _options()
+    for name, help_text in (
+        ("with_nccl", "Use NCCL among GPUs."),
+        ("with_mpi", "Use MPI beside Gloo."),
+        ("rebuild", "Build again what was built before."),
+    ):
+        flags.DEFINE_boolean(name, False, help_text, flag_values=options)
+    return _allow_dashes(options)
+
+
+def _build_horovod(options, others):
+    _check_no_more(others)
+    try:
+        horovod_build.build(
+            with_nccl=options.with_nccl,
+            with_mpi=options.with_mpi,
+            rebuild=options.rebuild,
+            install=True,
+        )
+    except horovod_build.HorovodBuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

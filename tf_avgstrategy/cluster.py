@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 __all__ = [
     "Cluster",
-    "check_single_worker",
     "from_environment",
     "parse_tf_config",
 ]
@@ -48,28 +47,6 @@ def from_environment():
     """
     text = os.environ.get("TF_CONFIG", "")
     return parse_tf_config(text) if text.strip() else None
-
-
-def check_single_worker():
-    """Raises a ValueError if the environment is that of one of many workers.
-
-    This release averages over the devices of one machine. Without this check
-    every worker would train a model of its own, and nothing would say so.
-    """
-    cluster = from_environment()
-    num_workers, source = 1 if cluster is None else cluster.size, "TF_CONFIG"
-    if num_workers == 1:
-        num_workers, source = (
-            int(os.environ.get("HOROVOD_SIZE", 1)),
-            "horovodrun",
-        )
-    if num_workers > 1:
-        raise ValueError(
-            "This release of tf_avgstrategy averages over the devices of one "
-            "worker, and workers would train apart from each other. Received: "
-            f"{num_workers} workers, from {source}. Start one process, without "
-            "them, on the machine with the most devices."
-        )
 
 
 def parse_tf_config(text):

@@ -8,9 +8,10 @@ import tensorflow as tf
 __all__ = [
     "Shares",
     "accumulation_dtype",
-    "pooled_variance",
+    "check_weights",
     "shares",
-    "weighted_mean",
+    "total_variances",
+    "weighted_offset",
 ]
 
 
@@ -18,7 +19,7 @@ class Shares(NamedTuple):
     """How much each of R replicas contributes to a mean.
 
     Attributes:
-        ratios: List of R floats >= 0 that sum to 1.
+        ratios: List of R floats >= 0, which sum to 1 over all workers.
         anchor: Int, the replica with the largest ratio, the first of them.
     """
 
@@ -26,12 +27,14 @@ class Shares(NamedTuple):
     anchor: int
 
 
-def shares(weights):
+def shares(weights, total=None):
     """Turns the weights of R replicas into their `Shares`.
 
     Args:
-        weights: Sequence of R finite numbers >= 0, at least one of them > 0,
-            such as the rows that each replica has seen.
+        weights: Sequence of R finite numbers >= 0, such as the rows that each
+            replica has seen.
+        total: Float > 0, the weight of all replicas of all workers. `None`: of
+            these ones, at least one of which must be > 0.
 
     Returns:
         `Shares`.
@@ -39,14 +42,8 @@ def shares(weights):
     Raises:
         ValueError: If a weight is negative or not finite, or all are 0.
     """
-    weights = [float(weight) for weight in weights]
-    if any(not math.isfinite(w) or w < 0 for w in weights):
-        raise ValueError(
-            "Weights must be finite numbers >= 0, one per replica. "
-            f"Received: weights={weights}. Pass the number of rows that each "
-            "replica stands for."
-        )
-    total = math.fsum(weights)
+    weights = check_weights(weights)
+    total = math.fsum(weights) if total is None else total
     if total == 0:
         raise ValueError(
             "At least one weight must be > 0: a mean over nothing does not "
@@ -56,62 +53,78 @@ def shares(weights):
     return Shares([w / total for w in weights], weights.index(max(weights)))
 
 
+def check_weights(weights):
+    """Returns the weights of replicas as floats.
+
+    Raises:
+        ValueError: If a weight is negative or not finite.
+    """
+    weights = [float(weight) for weight in weights]
+    if any(not math.isfinite(w) or w < 0 for w in weights):
+        raise ValueError(
+            "Weights must be finite numbers >= 0, one per replica. "
+            f"Received: weights={weights}. Pass the number of rows that each "
+            "replica stands for."
+        )
+    return weights
+
+
 def accumulation_dtype(dtype):
     """The dtype in which values of `dtype` are averaged and travel."""
     return tf.float64 if dtype == tf.float64 else tf.float32
 
 
-def weighted_mean(values, ratios, anchor):
-    """Returns the weighted mean of one variable's values on R replicas.
+def weighted_offset(values, center, ratios):
+    """Returns how far the weighted mean of replicas' values is from `center`.
 
-    Computed as `a + sum(ratio * (value - a))` around the anchor's value `a`,
-    in the values' accumulation dtype. Equal values therefore give back their
-    own bits (3 values summed and divided by 3 do not), so what no replica has
-    changed, no number of rounds can move; and the sum cannot overflow unless
-    two replicas are further apart than the dtype's largest number. A ratio of
-    1 gives the anchor's bits.
+    That is `sum(ratio * (value - center))`. The mean is `center` plus its sum
+    over all workers. Values that equal the center give exactly 0, so the mean
+    of equal values has their bits (3 values summed and divided by 3 do not),
+    and what no replica has changed, no number of rounds can move. The sum
+    cannot overflow unless values are further apart than the dtype's largest
+    number.
 
     Args:
-        values: List of R tensors of one shape and one floating point dtype.
-        ratios: Float64 tensor of shape `[R]`, each replica's share.
-        anchor: Int, the replica whose share is largest.
+        values: List of tensors of one shape and one floating point dtype.
+        center: Tensor of that shape, on every worker the same.
+        ratios: List of as many float64 scalars, each replica's share among all
+            replicas of all workers. A value whose share is 0 may be anything.
 
     Returns:
-        Tensor of the values' shape in their accumulation dtype.
+        Tensor of that shape in the accumulation dtype.
     """
-    dtype = accumulation_dtype(values[anchor].dtype)
-    center = tf.cast(values[anchor], dtype)
-    ratios = tf.cast(ratios, dtype)
+    dtype = accumulation_dtype(center.dtype)
+    center = tf.cast(center, dtype)
     parts = [
-        (tf.cast(value, dtype) - center) * ratios[replica]
-        for replica, value in enumerate(values)
-        if replica != anchor
+        # Times 0 gives 0, even of what is not finite.
+        tf.math.multiply_no_nan(
+            tf.cast(value, dtype) - center,
+            tf.cast(tf.convert_to_tensor(ratio, tf.float64), dtype),
+        )
+        for value, ratio in zip(values, ratios)
     ]
-    return tf.add_n([center, *parts]) if parts else center
+    return tf.add_n(parts) if parts else tf.zeros_like(center)
 
 
-def pooled_variance(variances, means, mean, ratios, anchor):
-    """Returns the variance of the rows of R replicas taken together.
+def total_variances(variances, means, mean):
+    """Returns what the mean of gives the variance of all rows taken together.
 
-    It is the mean of the variances plus the variance of the means, by the law
-    of total variance. The mean of the variances alone would miss how far the
-    replicas' data lie apart.
+    By the law of total variance it is the mean of the variances plus the
+    variance of the means. The mean of the variances alone would miss how far
+    the replicas' data lie apart.
 
     Args:
-        variances: List of R tensors of one shape, each >= 0.
-        means: List of R tensors of that shape, the means that belong to them.
-        mean: Tensor of that shape, the weighted mean of `means`.
-        ratios: Float64 tensor of shape `[R]`, each replica's share.
-        anchor: Int, the replica whose share is largest.
+        variances: List of tensors of one shape, each >= 0.
+        means: List of as many tensors of that shape, the means that belong to
+            them.
+        mean: Tensor of that shape, the weighted mean of all replicas' `means`.
 
     Returns:
-        Tensor of the variances' shape in their accumulation dtype.
+        List of tensors of that shape in the variances' accumulation dtype.
     """
-    dtype = accumulation_dtype(variances[anchor].dtype)
+    dtype = accumulation_dtype(variances[0].dtype)
     mean = tf.cast(mean, dtype)
-    squares = [tf.square(tf.cast(m, dtype) - mean) for m in means]
-    totals = [
-        tf.cast(variance, dtype) + square
-        for variance, square in zip(variances, squares)
+    return [
+        tf.cast(variance, dtype) + tf.square(tf.cast(m, dtype) - mean)
+        for variance, m in zip(variances, means)
     ]
-    return weighted_mean(totals, ratios, anchor)

@@ -17,12 +17,14 @@ __all__ = [
     "check_scope",
     "check_slots",
     "compilation",
+    "describe_optimizer",
     "find_optimizers",
     "gradient_accumulation_steps",
     "has_only_defaults",
     "holds_half_gradients",
     "is_in_scope",
     "state_rules",
+    "travelling_rules",
 ]
 
 SLOT_RULES = ("mean", "keep", "reset")
@@ -118,6 +120,25 @@ def state_rules(variables, optimizers, *, slots, overrides):
     ]
 
 
+def travelling_rules(rules):
+    """Returns the rules of what workers exchange in a round.
+
+    Moving means are among them even where they are kept local, since the
+    variances that belong to them are taken around the mean of all.
+
+    Args:
+        rules: List of `StateRule`.
+    """
+    travelling = [rule for rule in rules if rule.travels]
+    known = {id(rule.copies[0]) for rule in travelling}
+    partners = [
+        StateRule(rule.path, "statistic", "keep", rule.partner)
+        for rule in travelling
+        if rule.rule == "pooled" and id(rule.partner[0]) not in known
+    ]
+    return travelling + partners
+
+
 def check_scope(variables, optimizers, strategy):
     """Raises a ValueError if a variable was made outside the scope.
 
@@ -145,6 +166,21 @@ def check_slots(slots):
             f"a round does to optimizer slots. Received: slots={slots!r}. Pass "
             'slots="mean" to average them with the parameters.'
         )
+
+
+def describe_optimizer(optimizer):
+    """Returns an optimizer's settings as text, without its learning rate.
+
+    That is a variable, or a schedule, which is part of the text.
+    """
+    try:
+        config = optimizer.get_config()
+    except NotImplementedError:
+        config = {}
+    if not isinstance(config.get("learning_rate"), dict):
+        config.pop("learning_rate", None)
+    config.pop("name", None)
+    return f"{type(optimizer).__name__} {config}"
 
 
 def find_optimizers(model):

@@ -4,16 +4,21 @@ import threading
 import weakref
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import input_util
 from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function
 from tensorflow.python.ops import control_flow_util
 
-from tf_avgstrategy import cluster
 from tf_avgstrategy import replica_step
+from tf_avgstrategy import sharding
+from tf_avgstrategy import startup
 from tf_avgstrategy import variables
 
 __all__ = ["ParameterAveragingStrategy", "TrainingProgress"]
@@ -67,10 +72,23 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
             replica each. `None` takes all GPUs, or all CPUs if there are none.
         cross_device_ops: `tf.distribute.CrossDeviceOps` that reduces metrics
             and losses. `None` uses `tf.distribute.ReductionToOneDevice`.
+        communicator: How workers (processes) exchange parameters: "auto",
+            "collective" (TensorFlow's own collectives, between the workers of
+            TF_CONFIG), "horovod", "none" (this worker trains alone), or a
+            `Communicator`. "auto" is Horovod if its launcher started this
+            process, collectives if TF_CONFIG names several workers, else none.
+            The first strategy of a process starts it, later ones share it.
+        timeout_seconds: Number > 0. How long an exchange may take, with the
+            time by which workers come to it one after the other. Then a worker
+            is lost, and all others raise a `WorkerLostError`.
+        start_timeout_seconds: Number > 0. How long workers may take to start.
 
     Raises:
-        ValueError: If TF_CONFIG or Horovod's environment name several workers,
-            which this release cannot average over, or TF_CONFIG is malformed.
+        ValueError: If an argument is none of these, or TF_CONFIG is malformed.
+        ImportError: If Horovod is asked for and not installed.
+        RuntimeError: If there are several workers in TF_CONFIG and TensorFlow
+            was started before, or this worker's port is taken.
+        WorkerLostError: If a worker does not start in time.
 
     Example:
         >>> strategy = ParameterAveragingStrategy(["CPU:0"])
@@ -85,17 +103,60 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         https://arxiv.org/abs/1805.09767.
     """
 
-    def __init__(self, devices=None, cross_device_ops=None):
-        cluster.check_single_worker()
+    def __init__(
+        self,
+        devices=None,
+        cross_device_ops=None,
+        communicator="auto",
+        timeout_seconds=600,
+        start_timeout_seconds=300,
+    ):
+        startup.make_virtual_devices()
+        self._communicator_choice = communicator
+        # Before anything that starts TensorFlow.
+        communicator = startup.make_communicator(
+            communicator,
+            timeout_seconds=timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+        )
         extended = _IndependentReplicas(
             self,
             devices=devices,
             cross_device_ops=(
                 cross_device_ops or tf.distribute.ReductionToOneDevice()
             ),
+            communicator=communicator,
         )
         # Not MirroredStrategy.__init__, which makes a MirroredExtended.
         tf.distribute.Strategy.__init__(self, extended)
+        logging.info("%s", self.describe())
+
+    @property
+    def communicator(self):
+        """`Communicator`, through which this worker meets the others."""
+        return self.extended.communicator
+
+    @property
+    def is_chief(self):
+        """Bool, whether this is the worker with rank 0."""
+        return self.communicator.rank == 0
+
+    def describe(self):
+        """Returns one line, as a string, of workers and replicas."""
+        communicator = self.communicator
+        devices = self.extended.worker_devices
+        return (
+            f"ParameterAveragingStrategy: communicator {communicator.name}, "
+            f"worker {communicator.rank} of {communicator.size}, replicas "
+            f"{len(devices)} here and {self.num_replicas_in_sync} in all, on "
+            f"{', '.join(devices)}"
+        )
+
+    def check_environment(self):
+        """Raises a RuntimeError if TF_CONFIG was set too late to be heard."""
+        startup.check_environment(
+            self._communicator_choice, self.communicator.size
+        )
 
     def scope(self):
         """Returns the scope in which model and optimizer are made.
@@ -201,12 +262,18 @@ class _Writes(threading.local):
 class _IndependentReplicas(mirrored_strategy.MirroredExtended):
     """The extended half of the strategy: replicas that never meet."""
 
-    def __init__(self, container_strategy, devices, cross_device_ops):
+    def __init__(
+        self, container_strategy, devices, cross_device_ops, communicator
+    ):
+        self.communicator = communicator
+        self._replicas_of_workers = [1]
         super().__init__(
             container_strategy,
             devices=devices,
             cross_device_ops=cross_device_ops,
         )
+        counts = communicator.all_gather(np.int64(len(self._devices)))
+        self._replicas_of_workers = counts.tolist()
         self._traced_functions = weakref.WeakKeyDictionary()
         self._training_functions = weakref.WeakKeyDictionary()
         self._writes = _Writes()
@@ -230,11 +297,22 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
 
     def global_replica_id(self, local_replica_id):
         """The replica's number among the replicas of all workers."""
-        return self._get_replica_id_in_sync_group(local_replica_id)
+        return self._first_replica + local_replica_id
 
     def note_write(self, variable):
         """Remembers that this replica's step writes a trainable variable."""
         self._writes.trained |= variable.trainable
+
+    @property
+    def _first_replica(self):
+        """The replicas of all workers before this one."""
+        return sum(self._replicas_of_workers[: self.communicator.rank])
+
+    def _get_replica_id_in_sync_group(self, replica_id):
+        return self.global_replica_id(replica_id)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group - self._first_replica
 
     def _in_own_replica(self):
         # Outside any scope there is the default strategy's replica context.
@@ -249,7 +327,55 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
 
     @property
     def _num_replicas_in_sync(self):
-        return 1 if self._in_own_replica() else len(self._devices)
+        return 1 if self._in_own_replica() else sum(self._replicas_of_workers)
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        if self.communicator.size == 1:
+            return super()._experimental_distribute_dataset(dataset, options)
+        sharded = sharding.shard(
+            dataset,
+            replicas=self._replicas_of_workers,
+            rank=self.communicator.rank,
+            agree=lambda values: self.communicator.all_gather(
+                np.array(values, np.int64)
+            ).tolist(),
+        )
+        return self._distribute_datasets_from_function(
+            lambda _: sharded, options
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        if self.communicator.size == 1:
+            return super()._distribute_datasets_from_function(
+                dataset_fn, options
+            )
+        return input_util.get_distributed_datasets_from_function(
+            dataset_fn,
+            self._input_workers_with_options(options),
+            [
+                tf.distribute.InputContext(
+                    num_input_pipelines=self.communicator.size,
+                    input_pipeline_id=self.communicator.rank,
+                    num_replicas_in_sync=self._num_replicas_in_sync,
+                )
+            ],
+            self._container_strategy(),
+            options,
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        total = self._num_replicas_in_sync
+        return distribute_utils.regroup(
+            [
+                value_fn(
+                    tf.distribute.experimental.ValueContext(
+                        self.global_replica_id(replica_id), total
+                    )
+                )
+                for replica_id in range(len(self._devices))
+            ],
+            always_wrap=True,
+        )
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         del reduce_op, options  # The gradient of one replica is the gradient.
@@ -327,7 +453,7 @@ class _IndependentReplicas(mirrored_strategy.MirroredExtended):
         step = replica_step.ReplicaStep(
             fn,
             compiled=compiled,
-            skips_empty=len(self._devices) > 1,
+            skips_empty=sum(self._replicas_of_workers) > 1,
             seed_offset=lambda replica_id: variables.seed_offset(
                 self.global_replica_id(replica_id)
             ),

@@ -1,0 +1,33 @@
+"""Pools of workers, each started once for all tests of a process."""
+
+import processes
+import pytest
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """Returns a function of size and communicator that gives a pool."""
+    started = {}
+
+    def get(size, communicator):
+        key = size, communicator
+        if key in started and started[key].is_broken:
+            started.pop(key).close()
+        if key not in started:
+            started[key] = processes.Pool(size, communicator)
+        return started[key]
+
+    yield get
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture(params=processes.COMMUNICATORS)
+def communicator(request):
+    return request.param
+
+
+@pytest.fixture
+def pool(pools, communicator):
+    """Two workers."""
+    return pools(2, communicator)

@@ -1,0 +1,257 @@
+"""Real worker processes: jobs that run a script once, and pools that stay."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+
+import pytest
+
+from tf_avgstrategy import horovod_rendezvous
+
+_HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
+COMMUNICATORS = [
+    "collective",
+    pytest.param(
+        "horovod",
+        marks=pytest.mark.skipif(
+            not _HAS_HOROVOD,
+            reason="Horovod is not installed: tf-avgstrategy build-horovod",
+        ),
+    ),
+]
+
+HERE = pathlib.Path(__file__).parent
+# Marks every process that a test starts, and what these start.
+_MARK = "TF_AVGSTRATEGY_TEST"
+
+
+class Worker:
+    """A process in a group of its own, with its output in a file."""
+
+    def __init__(self, script, arguments, environment, pass_fds=(), cwd=None):
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - see kill.
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", str(HERE / script), *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            cwd=cwd,
+        )
+
+    def text(self):
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+    def wait_for(self, text, seconds=90):
+        """Returns when the process has printed something."""
+        end = time.monotonic() + seconds
+        while text not in self.text():
+            is_done = self.process.poll() is not None
+            if (is_done and text not in self.text()) or time.monotonic() > end:
+                raise AssertionError(f"no {text!r} in:\n{self.text()}")
+            time.sleep(0.02)
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdin.close()
+        self._output.close()
+
+
+class Workers:
+    """The workers of one job. A context manager."""
+
+    def __init__(self, size, communicator):
+        self.size = size
+        self.workers = []
+        self._stack = contextlib.ExitStack()
+        mark = uuid.uuid4().hex
+        self._stack.callback(check_no_strays, mark)
+        self._stack.callback(self._kill)
+        self.environments = [
+            {**clean_environment(), **environment, _MARK: mark}
+            for environment in self._stack.enter_context(
+                cluster_environments(size, communicator)
+            )
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def close(self):
+        self._stack.close()
+
+    def _kill(self):
+        for worker in self.workers:
+            worker.kill()
+
+
+class Job(Workers):
+    """A script that runs once on every worker."""
+
+    def __init__(self, script, *arguments, size, communicator, cwd=None):
+        super().__init__(size, communicator)
+        self.workers = [
+            Worker(script, arguments, environment, cwd=cwd)
+            for environment in self.environments
+        ]
+
+    def wait(self, seconds=120, ranks=None):
+        """Returns exit codes, of all workers or of some."""
+        end = time.monotonic() + seconds
+        ranks = range(len(self.workers)) if ranks is None else ranks
+        codes = []
+        for rank in ranks:
+            worker = self.workers[rank]
+            try:
+                left = max(0.1, end - time.monotonic())
+                codes.append(worker.process.wait(left))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(
+                    f"worker {rank} hangs:\n{worker.text()}"
+                ) from None
+        return codes
+
+
+class Pool(Workers):
+    """Workers that stay and run one function of `scenarios` after another."""
+
+    def __init__(self, size, communicator, seconds=120):
+        super().__init__(size, communicator)
+        self._seconds = seconds
+        self.is_broken = False
+        self._answers = []
+        for environment in self.environments:
+            read, write = os.pipe()
+            self._answers.append(os.fdopen(read, "rb"))
+            environment["POOL_ANSWERS"] = str(write)
+            self.workers.append(
+                Worker("pool_worker.py", [], environment, pass_fds=[write])
+            )
+            os.close(write)
+
+    def run(self, function, *arguments, **keywords):
+        """Calls a function of `scenarios` on every worker.
+
+        Returns:
+            List of what it returned, by rank. An exception on any worker is
+            an error here, with the text of all that failed.
+        """
+        call = pickle.dumps((function, arguments, keywords)).hex()
+        for worker in self.workers:
+            worker.process.stdin.write(call.encode() + b"\n")
+            worker.process.stdin.flush()
+        # Until all have answered well: the next test gets another pool.
+        self.is_broken = True
+        answers = [self._answer(rank) for rank in range(self.size)]
+        failed = [text for text, _ in answers if text is not None]
+        self.is_broken = bool(failed)
+        if failed:
+            raise AssertionError("\n\n".join(failed))
+        return [value for _, value in answers]
+
+    def _answer(self, rank):
+        # What hangs is killed, which ends the reading.
+        timer = threading.Timer(self._seconds, self._kill_hard)
+        timer.start()
+        try:
+            line = self._answers[rank].readline()
+        finally:
+            timer.cancel()
+        if not line:
+            texts = "\n\n".join(w.text()[-3000:] for w in self.workers)
+            raise AssertionError(f"worker {rank} is gone or hangs:\n{texts}")
+        return pickle.loads(bytes.fromhex(line.decode().strip()))
+
+    def _kill_hard(self):
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def cluster_environments(size, communicator):
+    """What each worker's environment says of the others, by rank."""
+    if communicator == "none":
+        yield [{}] * size
+    elif communicator == "collective":
+        yield [
+            {"TF_CONFIG": tf_config(addresses, rank)}
+            for addresses in [free_addresses(size)]
+            for rank in range(size)
+        ]
+    else:
+        hosts = ["127.0.0.1"] * size
+        with horovod_rendezvous.Rendezvous(hosts) as rendezvous:
+            yield [
+                horovod_rendezvous.environment(
+                    rank, hosts, address="127.0.0.1", port=rendezvous.port
+                )
+                for rank in range(size)
+            ]
+
+
+def tf_config(addresses, rank):
+    return json.dumps(
+        {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": rank},
+        }
+    )
+
+
+def free_addresses(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
+        ]
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+
+
+def check_no_strays(mark):
+    """Raises an AssertionError if a process that a test started still runs."""
+    end = time.monotonic() + 5
+    while _marked(mark):
+        assert time.monotonic() < end, f"left behind: {_marked(mark)}"
+        time.sleep(0.05)
+
+
+def _marked(mark):
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}={mark}".encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def clean_environment():
+    ours = ("TF_CONFIG", "HOROVOD_", "TF_AVGSTRATEGY_", "PYTEST_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "KERAS_BACKEND": "tensorflow",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }

@@ -1,0 +1,179 @@
+"""Agreement: what workers tell each other around rounds, and at the start."""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+__all__ = [
+    "AFTER_EPOCH",
+    "AFTER_TRAINING",
+    "IN_EPOCH",
+    "Status",
+    "check_health",
+    "check_same",
+    "extremes",
+    "warn_of_idle_workers",
+]
+
+# How far a worker is. One that is further along than others takes part in
+# their rounds, with what it has not contributed yet, until they are as far.
+IN_EPOCH, AFTER_EPOCH, AFTER_TRAINING = range(3)
+
+
+class Status(NamedTuple):
+    """What a worker tells all others before a round.
+
+    Attributes:
+        progress: `IN_EPOCH`, `AFTER_EPOCH` or `AFTER_TRAINING`.
+        steps: Int, training steps of its schedule.
+        num_replicas: Int, its replicas.
+        weight: Float >= 0, what they weigh together.
+        has_stepped: Bool, whether they trained since the last round.
+        sick_replica: Int, the first of them with a variable that is not
+            finite, -1 if there is none.
+        sick_variable: Int, that variable's place.
+        extremes: Int64 array of shape `[A, 2]`, the smallest and largest value
+            on its replicas of each variable on which replicas must agree. Of
+            floating point variables it contains float64 numbers.
+    """
+
+    progress: int
+    steps: int
+    num_replicas: int
+    weight: float
+    has_stepped: bool
+    sick_replica: int
+    sick_variable: int
+    extremes: np.ndarray
+
+    @property
+    def wants_round(self):
+        """Bool, whether the worker asks for a round."""
+        return self.progress == IN_EPOCH or self.has_stepped
+
+    def exchange(self, communicator):
+        """Returns the list of all workers' `Status`, by rank."""
+        numbers = np.array(self[:-1], np.float64)
+        row = np.concatenate([numbers.view(np.int64), self.extremes.ravel()])
+        return [
+            _status(row, len(numbers)) for row in communicator.all_gather(row)
+        ]
+
+
+def _status(row, num_numbers):
+    numbers = row[:num_numbers].view(np.float64)
+    return Status(
+        *(kind(number) for kind, number in zip(_KINDS, numbers)),
+        extremes=row[num_numbers:].reshape(-1, 2),
+    )
+
+
+_KINDS = (int, int, int, float, bool, int, int)
+
+
+def extremes(statuses, is_floating):
+    """Returns the smallest and largest values on the replicas of all workers.
+
+    Args:
+        statuses: List of `Status`.
+        is_floating: List of A bools, which of the variables are floating point.
+
+    Returns:
+        Int64 array of shape `[A, 2]`, see `Status.extremes`.
+    """
+    every = np.stack([status.extremes for status in statuses])
+    floats = _least_and_most(every.view(np.float64)).view(np.int64)
+    mask = np.array(is_floating, bool)[:, None]
+    return np.where(mask, floats, _least_and_most(every))
+
+
+def _least_and_most(every):
+    return np.stack([every[..., 0].min(0), every[..., 1].max(0)], axis=-1)
+
+
+def check_health(statuses, total, paths):
+    """Raises a FloatingPointError if what counts is not finite somewhere.
+
+    Every worker sees the same and raises it, before anything is written.
+
+    Args:
+        statuses: List of `Status`, by rank.
+        total: Float, the weight of all workers together.
+        paths: List of strings, the names of the variables by their places.
+    """
+    for rank, status in enumerate(statuses):
+        if status.sick_replica < 0 or (total and not status.weight):
+            continue
+        raise FloatingPointError(
+            "All variables must be finite before a round, or every replica "
+            f"would get what is not. Received: {paths[status.sick_variable]!r} "
+            f"on replica {status.sick_replica} of worker {rank} is not finite "
+            f"after step {status.steps}. Nothing was written on any worker. "
+            "Lower the learning rate, clip gradients, or look at the rows of "
+            "that worker."
+        )
+
+
+def warn_of_idle_workers(statuses):
+    """Logs which workers have had less data than others, if any.
+
+    Returns:
+        Bool, whether there is one.
+    """
+    least = min(status.progress for status in statuses)
+    most_steps = max(status.steps for status in statuses)
+    idle = [
+        (rank, status)
+        for rank, status in enumerate(statuses)
+        if status.progress > least
+        or (least > IN_EPOCH and status.steps < most_steps)
+    ]
+    for rank, status in idle:
+        logging.warning(
+            "Worker %d ran out of data after step %d. It takes part in rounds "
+            "until every worker is done, with weight 0 once it has given what "
+            "it had.",
+            rank,
+            status.steps,
+        )
+    return bool(idle)
+
+
+def check_same(communicator, lines, subject):
+    """Raises a ValueError on every worker unless all have the same list.
+
+    Args:
+        communicator: `Communicator`.
+        lines: List of strings.
+        subject: String, what a line describes.
+    """
+    text = "\n".join(lines)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests = communicator.all_gather_strings(digest)
+    if len(set(digests)) == 1:
+        return
+    lists = [t.split("\n") for t in communicator.all_gather_strings(text)]
+    for rank, other in enumerate(lists):
+        if other != lists[0]:
+            place, chiefs, others = _first_difference(lists[0], other)
+            raise ValueError(
+                f"Every worker must have the same list of {subject}. "
+                f"Received: at place {place}, worker 0 has {chiefs!r} and "
+                f"worker {rank} has {others!r}. Run the same script with the "
+                "same settings on every worker."
+            )
+
+
+def _first_difference(first, second):
+    longest = max(len(first), len(second))
+    padded = [
+        [*lines, *["nothing"] * (longest - len(lines))]
+        for lines in (first, second)
+    ]
+    return next(
+        (place, one, other)
+        for place, (one, other) in enumerate(zip(*padded))
+        if one != other
+    )
