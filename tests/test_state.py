@@ -287,3 +287,17 @@ class TestHasOnlyDefaults:
         told.exclude_from_weight_decay(var_names=["bias"])
         for optimizer in (told, optimizers.SGD(0.5)):
             assert not state.has_only_defaults(optimizer)
+
+
+def test_an_optimizer_that_horovod_wrapped_is_refused():
+    strategy = toys.make_strategy()
+    with strategy.scope():
+        model = toys.slope_model()
+    # What Horovod makes: a subclass of the same name in its own module.
+    wrapped = type(
+        "SGD", (keras.optimizers.SGD,), {"__module__": "horovod._keras"}
+    )
+    with strategy.scope():
+        optimizer = wrapped()
+    with pytest.raises(ValueError, match="exchanges nothing on Keras 3"):
+        state.check_scope(model.variables, [optimizer], strategy)

@@ -142,11 +142,21 @@ def travelling_rules(rules):
 def check_scope(variables, optimizers, strategy):
     """Raises a ValueError if a variable was made outside the scope.
 
+    Also if Horovod has wrapped an optimizer.
+
     Args:
         variables: List of `keras.Variable` or `tf.Variable`, the model's.
         optimizers: List of `keras.optimizers.Optimizer`.
         strategy: The strategy in whose scope all of them must be made.
     """
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("horovod"):
+            raise ValueError(
+                "An optimizer must be Keras' own: `DistributedOptimizer` of "
+                "Horovod exchanges nothing on Keras 3. Received: a "
+                f"{type(optimizer).__name__} that Horovod has wrapped. Pass "
+                "the optimizer as it is; averaging needs no wrapper."
+            )
     for item in _find(variables, optimizers):
         if _strategy_of(item.variable) is not strategy:
             raise ValueError(
