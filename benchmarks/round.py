@@ -47,7 +47,7 @@ _MEGABYTES = flags.DEFINE_list(
 )
 _RATE = flags.DEFINE_string("rate", "200mbit", "What a host may send.")
 _SECONDS = flags.DEFINE_float(
-    "seconds", 5.0, "For the turns of one size, of which there are 3 to 30."
+    "seconds", 4.0, "For the turns of one size, of which there are 3 to 30."
 )
 _PAUSE = flags.DEFINE_float(
     "pause", 5.0, "Seconds of training steps in which bytes are counted."
@@ -74,7 +74,8 @@ class Spread(NamedTuple):
     most: float
 
     def __str__(self):
-        return f"{self.median:.3g} ({self.least:.3g}..{self.most:.3g})"
+        median, least, most = map(digits, self)
+        return f"{median} ({least}..{most})"
 
 
 class Row(NamedTuple):
@@ -209,6 +210,16 @@ def bits_per_second(rate):
 
 
 def print_tables(rows):
+    print_times(rows)
+    on_hosts = [row for row in rows if row.place == "hosts"]
+    if on_hosts:
+        print_bytes_of_rounds(on_hosts)
+        print_bytes_of_pauses(on_hosts)
+    else:
+        print("\nNo hosts were measured.")
+
+
+def print_times(rows):
     print("\nMilliseconds: median (least..most) of the turns.\n")
     print_row(
         ["place", "communicator", "workers", "MB", "round", "bare all-reduce"],
@@ -224,10 +235,9 @@ def print_tables(rows):
             [f"{limit:.1f}" if limit else ""],
             [over(t.median, limit) for t in (row.round_ms, row.bare_ms)],
         )
-    rows = [row for row in rows if row.place == "hosts"]
-    if not rows:
-        print("\nNo hosts were measured, see above for the reason.")
-        return
+
+
+def print_bytes_of_rounds(rows):
     print("\nBytes that the busiest host sends in a round.\n")
     print_row(
         ["communicator", "workers", "MB", "sent", "sent / 2 (N - 1) / N x MB"]
@@ -239,7 +249,10 @@ def print_tables(rows):
             [f"{row.round_bytes:.0f}"],
             [over(row.round_bytes, row.bytes_of_a_ring)],
         )
-    print("\nBytes that it sends and receives between rounds.\n")
+
+
+def print_bytes_of_pauses(rows):
+    print("\nBytes that the busiest host sends and receives between rounds.\n")
     print_row(["communicator", "workers", "bytes per second"])
     print_row(["---"] * 3)
     for key in dict.fromkeys(
@@ -247,6 +260,15 @@ def print_tables(rows):
         for row in rows
     ):
         print_row(key)
+
+
+def digits(number):
+    """Three of them that count, and no exponent."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return np.format_float_positional(
+        number, precision=3, fractional=False, trim="k", min_digits=3
+    )
 
 
 def print_row(*groups):

@@ -27,13 +27,14 @@ MAY_IMPORT = {
         "agreement",
         "buckets",
         "mean",
+        "optimizer_parts",
         "rounds",
         "schedules",
         "state",
         "strategy",
     },
     "buckets": set(),
-    "callbacks": {"averager", "schedules", "state"},
+    "callbacks": {"averager", "optimizer_parts", "schedules", "state"},
     "cli": {"_version", "horovod_build", "launcher"},
     "cluster": set(),
     "collective_communicator": {"communicators", "liveness"},
@@ -45,9 +46,11 @@ MAY_IMPORT = {
         "liveness",
     },
     "horovod_rendezvous": set(),
+    "independent_replicas": {"replica_step", "sharding", "variables"},
     "launcher": {"horovod_rendezvous", "worker_processes"},
     "liveness": set(),
     "mean": set(),
+    "optimizer_parts": {"variables"},
     "replica_step": set(),
     "rounds": {"buckets", "mean", "state"},
     "row_order": set(),
@@ -59,8 +62,8 @@ MAY_IMPORT = {
         "communicators",
         "horovod_communicator",
     },
-    "state": {"variables"},
-    "strategy": {"replica_step", "sharding", "startup", "variables"},
+    "state": {"optimizer_parts", "variables"},
+    "strategy": {"independent_replicas", "startup"},
     "variables": set(),
     "worker_processes": set(),
 }
@@ -68,12 +71,13 @@ MAY_IMPORT = {
 # import Horovod.
 PRIVATE_TENSORFLOW = {
     "collective_communicator",
+    "independent_replicas",
     "row_order",
     "sharding",
     "strategy",
     "variables",
 }
-PRIVATE_KERAS = {"state"}
+PRIVATE_KERAS = {"optimizer_parts", "state"}
 HOROVOD = {"horovod_communicator", "horovod_rendezvous"}
 
 # Every private name of TensorFlow that the package uses. A release that drops

@@ -185,18 +185,6 @@ class TestOptimizerState:
         assert kinds.count("slot") == 3
         assert kinds.count("iterations") == 3
 
-    @pytest.mark.parametrize(
-        ("steps", "expected"), [([None], 1), ([2], 2), ([4, 6], 12)]
-    )
-    def test_accumulation_ends_together(self, steps, expected):
-        made = [
-            optimizers.LossScaleOptimizer(
-                optimizers.SGD(gradient_accumulation_steps=n)
-            )
-            for n in steps
-        ]
-        assert state.gradient_accumulation_steps(made) == expected
-
 
 class TestOverrides:
     def test_a_kept_weight_keeps_its_slots(self):
@@ -252,41 +240,6 @@ class TestErrors:
     def test_unknown_rules_for_slots_are_refused(self, slots):
         with pytest.raises(ValueError, match=f"'mean', .*slots={slots!r}"):
             state.check_slots(slots)
-
-
-class TestFindOptimizers:
-    def test_as_attributes_in_lists_dicts_and_submodels(self):
-        made = [optimizers.SGD() for _ in range(4)]
-        strategy = toys.make_strategy()
-        with strategy.scope():
-            model = toys.slope_model(made[0])
-            inner = optimizers.SGD()
-            model.part = toys.slope_model(inner)
-        model.one = made[1]
-        model.several = [made[2]]
-        model.named = {"last": (made[3],)}
-        found = state.find_optimizers(model)
-        assert {id(o) for o in found} == {id(o) for o in [*made, inner]}
-        assert len(found) == 5
-
-    def test_a_part_that_was_trained_elsewhere_does_not_matter(self):
-        part = toys.slope_model(optimizers.SGD())
-        with toys.make_strategy().scope():
-            model = keras.Sequential([layers.Input((1,)), part])
-            model.compile("sgd")
-        assert state.find_optimizers(model) == [model.optimizer]
-
-
-class TestHasOnlyDefaults:
-    @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
-    def test_of_a_name(self, name):
-        assert state.has_only_defaults(optimizers.get(name))
-
-    def test_not_of_one_that_was_told_something(self):
-        told = optimizers.SGD()
-        told.exclude_from_weight_decay(var_names=["bias"])
-        for optimizer in (told, optimizers.SGD(0.5)):
-            assert not state.has_only_defaults(optimizer)
 
 
 def test_an_optimizer_that_horovod_wrapped_is_refused():

@@ -14,6 +14,7 @@ __all__ = [
     "check_health",
     "check_same",
     "extremes",
+    "first_sick",
     "warn_of_idle_workers",
 ]
 
@@ -114,6 +115,23 @@ def check_health(statuses, total, paths):
             "Lower the learning rate, clip gradients, or look at the rows of "
             "that worker."
         )
+
+
+def first_sick(is_finite, weights):
+    """Returns the first replica with what is not finite, and the variable.
+
+    Args:
+        is_finite: Bool array of shape `[R, T]`.
+        weights: List of R numbers. Replicas of weight 0 do not count, unless
+            all have it.
+
+    Returns:
+        Two ints, -1 and -1 if all that counts is finite.
+    """
+    counts = np.array(weights) > 0
+    counts |= not counts.any()
+    sick = np.argwhere(~is_finite & counts[:, None])
+    return sick[0].tolist() if len(sick) else (-1, -1)
 
 
 def warn_of_idle_workers(statuses):

@@ -2,12 +2,12 @@
 
 import json
 
-import numpy as np
 import tensorflow as tf
 
 from tf_avgstrategy import agreement
 from tf_avgstrategy import buckets
 from tf_avgstrategy import mean
+from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import rounds
 from tf_avgstrategy import schedules
 from tf_avgstrategy import state
@@ -99,7 +99,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         _check_variables(self._variables)
         state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
-        self._steps_per_update = state.gradient_accumulation_steps(
+        self._steps_per_update = optimizer_parts.gradient_accumulation_steps(
             self._optimizers
         )
         self._num_optimizer_variables = None
@@ -145,7 +145,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._is_pending |= any(
             map(self._schedule.is_due, range(before + 1, after + 1))
         )
-        if not self._is_pending or state.holds_half_gradients(self._optimizers):
+        if not self._is_pending or optimizer_parts.holds_half_gradients(
+            self._optimizers
+        ):
             return False
         self.average()
         return True
@@ -300,7 +302,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             counted = self._check_weights(weights)
         self._prepare_round()
         is_finite, extremes = self._round.replica_state()
-        sick_replica, sick_variable = _first_sick(is_finite, counted)
+        sick_replica, sick_variable = agreement.first_sick(is_finite, counted)
         status = agreement.Status(
             progress=progress,
             steps=self.steps,
@@ -377,7 +379,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """One line for each thing that must be the same on every worker."""
         return [
             f"{self._schedule}, slots={self._slots!r}",
-            *map(state.describe_optimizer, self._optimizers),
+            *map(optimizer_parts.describe, self._optimizers),
             *(
                 f"{rule.path} {rule.rule} {rule.copies[0].dtype.name} "
                 f"{tuple(rule.copies[0].shape)}"
@@ -415,17 +417,6 @@ def _check_eager():
             "`tf.function`. Received: a call while a function was being "
             "traced. Call the averager after the traced training step."
         )
-
-
-def _first_sick(is_finite, weights):
-    """The first replica with a variable that is not finite, and the variable.
-
-    Replicas of weight 0 do not count, unless all have it.
-    """
-    counts = np.array(weights) > 0
-    counts |= not counts.any()
-    sick = np.argwhere(~is_finite & counts[:, None])
-    return sick[0].tolist() if len(sick) else (-1, -1)
 
 
 def _is_given_by_chief(rule, is_first):

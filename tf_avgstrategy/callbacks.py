@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_avgstrategy import averager as averagers
+from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import schedules
 from tf_avgstrategy import state
 
@@ -102,7 +103,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._check_steps_per_execution()
         self.model.distribute_strategy.check_environment()
         _move_new_optimizer_into_scope(self.model)
-        self._prepare_averager(state.find_optimizers(self.model))
+        self._prepare_averager(optimizer_parts.find_optimizers(self.model))
         _compile_per_replica(self.model)
         # A `fit` that failed may have left it on.
         self.model.distribute_strategy.count_all_runs(False)
@@ -205,8 +206,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution
-        accumulated = state.gradient_accumulation_steps(
-            state.find_optimizers(self.model)
+        accumulated = optimizer_parts.gradient_accumulation_steps(
+            optimizer_parts.find_optimizers(self.model)
         )
         unit = executed // math.gcd(executed, accumulated)
         if self.period % unit:
@@ -234,7 +235,7 @@ class _CompiledStep:
 
     def __init__(self, model):
         self.train_step = model.train_step
-        self.compilation = state.compilation(model)
+        self.compilation = optimizer_parts.compilation(model)
         self._compiled = tf.function(self.train_step, jit_compile=True)
 
     def __call__(self, data):
@@ -245,7 +246,7 @@ def _compile_per_replica(model):
     """Moves XLA from the step of all replicas to the step of each one."""
     step = vars(model).get("train_step")
     if isinstance(step, _CompiledStep) and (
-        step.compilation is not state.compilation(model)
+        step.compilation is not optimizer_parts.compilation(model)
     ):
         # `compile` was called again: what was traced belongs to the past.
         model.train_step = step.train_step
@@ -264,9 +265,9 @@ def _move_new_optimizer_into_scope(model):
     """
     strategy = model.distribute_strategy
     optimizer = model.optimizer
-    if optimizer is None or state.is_in_scope(optimizer, strategy):
+    if optimizer is None or optimizer_parts.is_in_scope(optimizer, strategy):
         return
-    if state.has_only_defaults(optimizer):
+    if optimizer_parts.has_only_defaults(optimizer):
         with strategy.scope():
             model.optimizer = type(optimizer).from_config(
                 optimizer.get_config()

@@ -80,12 +80,15 @@ class Communicator(abc.ABC):
         self._failure = None
         self._lock = threading.Lock()
 
-    def all_reduce_sum(self, tensors):
+    def all_reduce_sum(self, tensors, is_agreed=False):
         """Sums tensors over all workers.
 
         Args:
             tensors: List of floating point or integer tensors, on every worker
                 the same number of them with the same shapes and dtypes.
+            is_agreed: Bool, whether the call before, which was compared, has
+                told every worker that this one follows, on which tensors. It
+                is not compared then, which saves an exchange.
 
         Returns:
             List of the sums, with the tensors' shapes and dtypes, bit for bit
@@ -97,7 +100,10 @@ class Communicator(abc.ABC):
             RuntimeError: If workers make different calls.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        self._start("all_reduce_sum", _signature(tensors))
+        if is_agreed:
+            self._check_usable("all_reduce_sum")
+        else:
+            self._start("all_reduce_sum", _signature(tensors))
         return self._on_filled(tensors, self._reduce)
 
     def broadcast(self, tensors, root=0):
@@ -218,12 +224,7 @@ class Communicator(abc.ABC):
 
     def _start(self, operation, signature, inline=b""):
         """Compares the call with those of all workers, exchanges `inline`."""
-        if self._failure is not None:
-            raise WorkerLostError(
-                f"This communicator cannot be used any more: {self._failure}. "
-                f"Received: a call of `{operation}`. Save what is needed and "
-                "start all workers of the job again."
-            )
+        self._check_usable(operation)
         digest = hashlib.sha256(signature.encode()).digest()
         index = _OPERATIONS.index(operation)
         message = b"".join(
@@ -242,6 +243,14 @@ class Communicator(abc.ABC):
         ]
         self._check_same_call(messages, operation, signature)
         return [m[_NUM_COUNT_BYTES + _SIGNATURE_BYTES :] for m in messages]
+
+    def _check_usable(self, operation):
+        if self._failure is not None:
+            raise WorkerLostError(
+                f"This communicator cannot be used any more: {self._failure}. "
+                f"Received: a call of `{operation}`. Save what is needed and "
+                "start all workers of the job again."
+            )
 
     def _check_same_call(self, messages, operation, signature):
         size = _NUM_COUNT_BYTES + _SIGNATURE_BYTES

@@ -14,6 +14,13 @@ from tf_avgstrategy import liveness
 __all__ = ["HorovodCommunicator"]
 
 _POLL_SECONDS = 0.1
+# Buckets are fused already: fusing them again would only copy them. Horovod's
+# processes talk at every cycle, also when there is nothing to send; with its
+# own 1 ms that is 0.45 MB/s, and a round gains a few milliseconds.
+_SETTINGS = {
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    "HOROVOD_CYCLE_TIME": "5",
+}
 
 
 class HorovodCommunicator(communicators.Communicator):
@@ -48,6 +55,8 @@ class HorovodCommunicator(communicators.Communicator):
         self._hvd = hvd
         silence_seconds = max(1, min(timeout_seconds, start_timeout_seconds))
         _limit_waiting(int(silence_seconds), timeout_seconds)
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         with contextlib.ExitStack() as stack:
             if cluster is not None and not _has_launcher():
                 _join_rendezvous(cluster, start_timeout_seconds, stack)

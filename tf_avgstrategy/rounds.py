@@ -93,6 +93,8 @@ class Round:
     def begin(self, ratios, anchor):
         """Takes the snapshot that travels and exchanges it.
 
+        Workers must have agreed on this round just before.
+
         Args:
             ratios: Float64 tensor of shape `[R]`, the local replicas' shares.
             anchor: Int, the local replica with the largest share.
@@ -102,11 +104,11 @@ class Round:
             and of the variances, which need these means.
         """
         offsets = self._take_means(ratios, anchor)
-        sums = self._communicator.all_reduce_sum(offsets)
+        sums = self._communicator.all_reduce_sum(offsets, is_agreed=True)
         if not self._variances:
             return sums, []
         offsets = self._take_variances(sums, ratios, anchor)
-        return sums, self._communicator.all_reduce_sum(offsets)
+        return sums, self._communicator.all_reduce_sum(offsets, is_agreed=True)
 
     def finish(self, sums, extremes):
         """Writes what `begin` returned to every replica, all or nothing."""

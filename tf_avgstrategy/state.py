@@ -1,14 +1,14 @@
 """State rules: what a round does to each variable.
 
-The only reader of Keras optimizer internals.
+With `optimizer_parts.py` the only reader of Keras optimizer internals.
 """
 
-import math
 import re
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import variables as replica_variables
 
 __all__ = [
@@ -16,13 +16,6 @@ __all__ = [
     "StateRule",
     "check_scope",
     "check_slots",
-    "compilation",
-    "describe_optimizer",
-    "find_optimizers",
-    "gradient_accumulation_steps",
-    "has_only_defaults",
-    "holds_half_gradients",
-    "is_in_scope",
     "state_rules",
     "travelling_rules",
 ]
@@ -158,7 +151,7 @@ def check_scope(variables, optimizers, strategy):
                 "the optimizer as it is; averaging needs no wrapper."
             )
     for item in _find(variables, optimizers):
-        if _strategy_of(item.variable) is not strategy:
+        if replica_variables.strategy_of(item.variable) is not strategy:
             raise ValueError(
                 "Model and optimizer must be made inside `strategy.scope()`, "
                 "where every replica gets its own copy of each variable. "
@@ -176,93 +169,6 @@ def check_slots(slots):
             f"a round does to optimizer slots. Received: slots={slots!r}. Pass "
             'slots="mean" to average them with the parameters.'
         )
-
-
-def describe_optimizer(optimizer):
-    """Returns an optimizer's settings as text, without its learning rate.
-
-    That is a variable, or a schedule, which is part of the text.
-    """
-    try:
-        config = optimizer.get_config()
-    except NotImplementedError:
-        config = {}
-    if not isinstance(config.get("learning_rate"), dict):
-        config.pop("learning_rate", None)
-    config.pop("name", None)
-    return f"{type(optimizer).__name__} {config}"
-
-
-def find_optimizers(model):
-    """Returns the optimizers of a model: compiled, attributes, in submodels.
-
-    Args:
-        model: A `keras.Model`. A GAN, for example, keeps two optimizers as
-            attributes, or in a list or dict.
-    """
-    found = [model.optimizer] if model.optimizer is not None else []
-    parts = [*vars(model).values(), *model._flatten_layers(include_self=False)]
-    found.extend(_optimizers_in(parts, model.distribute_strategy))
-    return list({id(optimizer): optimizer for optimizer in found}.values())
-
-
-def _optimizers_in(value, strategy):
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _optimizers_in(part, strategy)
-    elif hasattr(value, "apply_gradients"):
-        yield value
-    else:
-        # Of a submodel. One that was trained elsewhere does not matter here.
-        optimizer = getattr(value, "optimizer", None)
-        if hasattr(optimizer, "apply_gradients") and is_in_scope(
-            optimizer, strategy
-        ):
-            yield optimizer
-
-
-def compilation(model):
-    """Returns an object that is another one after each `compile`."""
-    return getattr(model, "_compile_config", None)
-
-
-def has_only_defaults(optimizer):
-    """Returns whether `compile` would make such a one of the name alone."""
-    made_by_keras = type(optimizer).__module__.startswith("keras.")
-    told_more = any(name.startswith("_exclude") for name in vars(optimizer))
-    if not made_by_keras or told_more or hasattr(optimizer, "inner_optimizer"):
-        return False
-    configs = [optimizer.get_config(), type(optimizer)().get_config()]
-    first, second = ({**config, "name": None} for config in configs)
-    return first == second
-
-
-def is_in_scope(optimizer, strategy):
-    """Returns whether an optimizer was made in the scope of a strategy."""
-    return _strategy_of(optimizer._iterations) is strategy
-
-
-def gradient_accumulation_steps(optimizers):
-    """Returns the steps after which no optimizer holds half a gradient."""
-    return math.lcm(
-        *(
-            part.gradient_accumulation_steps or 1
-            for optimizer in optimizers
-            for part in _parts(optimizer)
-        )
-    )
-
-
-def holds_half_gradients(optimizers):
-    """Returns whether an optimizer has gradients that wait for an update."""
-    return any(
-        int(part._iterations.numpy()) % part.gradient_accumulation_steps
-        for optimizer in optimizers
-        for part in _parts(optimizer)
-        if part.gradient_accumulation_steps
-    )
 
 
 def _find(variables, optimizers):
@@ -299,7 +205,7 @@ def _kind_of_discrete(variable, is_metric):
 
 
 def _optimizer_state(optimizer):
-    for part in _parts(optimizer):
+    for part in optimizer_parts.parts(optimizer):
         yield _Found(part._iterations, "iterations")
         if _is_variable(part._learning_rate):
             yield _Found(part._learning_rate, "learning rate")
@@ -309,16 +215,6 @@ def _optimizer_state(optimizer):
             yield _Found(part.step_counter, "loss scale counter", None, scale)
             yield _Found(scale, "loss scale")
         yield from _slots(part)
-
-
-def _parts(optimizer):
-    """The optimizer and the optimizers that it wraps."""
-    inner = [getattr(optimizer, "inner_optimizer", None)]
-    inner.extend(getattr(optimizer, "_inner_optimizers", []))
-    yield optimizer
-    for part in inner:
-        if part is not None:
-            yield from _parts(part)
 
 
 def _slots(optimizer):
@@ -403,9 +299,16 @@ def _asked_rules(found, overrides):
 
 def _with_slots_of_kept_weights(found, rules):
     """Slots stay with a weight that stays local, unless asked otherwise."""
-    kept = {id(_raw(f.variable)) for f in found if rules.get(id(f)) == "keep"}
+    kept = {
+        id(replica_variables.raw(f.variable))
+        for f in found
+        if rules.get(id(f)) == "keep"
+    }
     for item in found:
-        if item.owner is not None and id(_raw(item.owner)) in kept:
+        if (
+            item.owner is not None
+            and id(replica_variables.raw(item.owner)) in kept
+        ):
             rules.setdefault(id(item), "keep")
     return rules
 
@@ -414,16 +317,8 @@ def _unique(found):
     """Tied variables travel once."""
     by_id = {}
     for item in found:
-        by_id.setdefault(id(_raw(item.variable)), item)
+        by_id.setdefault(id(replica_variables.raw(item.variable)), item)
     return list(by_id.values())
-
-
-def _strategy_of(variable):
-    return getattr(_raw(variable), "distribute_strategy", None)
-
-
-def _raw(variable):
-    return getattr(variable, "_value", variable)
 
 
 def _path(variable):

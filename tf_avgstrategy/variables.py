@@ -1,7 +1,4 @@
-"""Variables of which every replica holds, reads and writes its own copy.
-
-This module and `strategy.py` are the only importers of `tensorflow.python`.
-"""
+"""Variables of which every replica holds, reads and writes its own copy."""
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
@@ -13,8 +10,10 @@ __all__ = [
     "ReplicaSeedVariable",
     "as_replica_local",
     "is_seed_name",
+    "raw",
     "replica_copies",
     "seed_offset",
+    "strategy_of",
 ]
 
 # Coprime to 2**31 - 2, the range that Keras folds seeds into: no two replicas
@@ -122,6 +121,17 @@ def seed_offset(global_replica_id):
     return global_replica_id * _SEED_STRIDE
 
 
+def raw(variable):
+    """Returns the `tf.Variable` of a `keras.Variable`, or what is given."""
+    # `_value` and not `value`: inside a dtype policy's scope the latter casts.
+    return getattr(variable, "_value", variable)
+
+
+def strategy_of(variable):
+    """Returns the strategy in whose scope a variable was made, or None."""
+    return getattr(raw(variable), "distribute_strategy", None)
+
+
 def replica_copies(variable):
     """Returns a variable's copies, or None if it is not replica-local.
 
@@ -131,8 +141,7 @@ def replica_copies(variable):
     Returns:
         A tuple of `tf.Variable`, one per local replica, or None.
     """
-    # `_value` and not `value`: inside a dtype policy's scope the latter casts.
-    raw = getattr(variable, "_value", variable)
-    if isinstance(raw, ReplicaLocalVariable):
-        return tuple(raw.values)
+    variable = raw(variable)
+    if isinstance(variable, ReplicaLocalVariable):
+        return tuple(variable.values)
     return None

@@ -1,40 +1,61 @@
-"""A worker of a pool: runs functions of `scenarios` until its input ends."""
+"""A worker of a pool: runs functions of `scenarios` until it is left."""
 
 import faulthandler
+import importlib
 import os
-import pickle
 import sys
 import traceback
 
-import keras
-import tensorflow as tf
 
-# Two devices, of which a scenario takes what it needs.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2,
-)
+def main(connection, environment, output):
+    """Runs what comes through the connection, and sends back what came of it.
 
-import scenarios  # noqa: E402
-
-
-def main():
+    Args:
+        connection: Of it, (function, arguments, keywords) come, and to it go
+            (text of an error or None, value).
+        environment: Dict, this process' environment.
+        output: String, the file that takes what is printed.
+    """
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    _print_to(output)
     faulthandler.enable()
-    answers = os.fdopen(int(os.environ["POOL_ANSWERS"]), "wb")
-    for line in sys.stdin.buffer:
-        function, arguments, keywords = pickle.loads(
-            bytes.fromhex(line.decode().strip())
-        )
-        keras.utils.set_random_seed(0)
-        text = value = None
+    _make_devices()
+    # Here, because it must come after the environment.
+    scenarios = importlib.import_module("scenarios")
+    while True:
         try:
-            value = getattr(scenarios, function)(*arguments, **keywords)
-        except Exception:  # noqa: BLE001 - the test raises it.
-            text = traceback.format_exc()
+            function, arguments, keywords = connection.recv()
+        except EOFError:
+            return
+        connection.send(_answer(scenarios, function, arguments, keywords))
+
+
+def _print_to(path):
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    sys.stdout.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _make_devices():
+    """Two, of which a scenario takes what it needs."""
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
+
+
+def _answer(scenarios, function, arguments, keywords):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    try:
+        return None, getattr(scenarios, function)(*arguments, **keywords)
+    except Exception:  # noqa: BLE001 - the test raises it.
+        return traceback.format_exc(), None
+    finally:
         keras.backend.clear_session()
-        answers.write(pickle.dumps((text, value)).hex().encode() + b"\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

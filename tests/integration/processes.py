@@ -3,18 +3,18 @@
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import pathlib
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 
+import pool_worker
 import pytest
 
 from tf_avgstrategy import horovod_rendezvous
@@ -30,6 +30,11 @@ COMMUNICATORS = [
         ),
     ),
 ]
+
+# Forks workers of pools from a process that has imported TensorFlow, which
+# takes seconds, but has not started it.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["keras", "tensorflow", "tf_avgstrategy"])
 
 HERE = pathlib.Path(__file__).parent
 # Marks every process that a test starts, and what these start.
@@ -70,6 +75,28 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdin.close()
+        self._output.close()
+
+
+class PoolWorker:
+    """Like a `Worker`, but forked, and runs functions instead of a script."""
+
+    def __init__(self, connection, environment):
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - see kill.
+        self.process = _FORKS.Process(
+            target=pool_worker.main,
+            args=(connection, environment, self._output.name),
+        )
+        self.process.start()
+
+    def text(self):
+        return pathlib.Path(self._output.name).read_text(errors="replace")
+
+    def kill(self):
+        # Asked to end by its closed connection, it has a moment to do so.
+        self.process.join(10)
+        self.process.kill()
+        self.process.join()
         self._output.close()
 
 
@@ -138,15 +165,17 @@ class Pool(Workers):
         super().__init__(size, communicator)
         self._seconds = seconds
         self.is_broken = False
-        self._answers = []
+        self._connections = []
         for environment in self.environments:
-            read, write = os.pipe()
-            self._answers.append(os.fdopen(read, "rb"))
-            environment["POOL_ANSWERS"] = str(write)
-            self.workers.append(
-                Worker("pool_worker.py", [], environment, pass_fds=[write])
-            )
-            os.close(write)
+            ours, theirs = _FORKS.Pipe()
+            self.workers.append(PoolWorker(theirs, environment))
+            self._connections.append(ours)
+            theirs.close()
+
+    def _kill(self):
+        for connection in self._connections:
+            connection.close()
+        super()._kill()
 
     def run(self, function, *arguments, **keywords):
         """Calls a function of `scenarios` on every worker.
@@ -155,10 +184,8 @@ class Pool(Workers):
             List of what it returned, by rank. An exception on any worker is
             an error here, with the text of all that failed.
         """
-        call = pickle.dumps((function, arguments, keywords)).hex()
-        for worker in self.workers:
-            worker.process.stdin.write(call.encode() + b"\n")
-            worker.process.stdin.flush()
+        for connection in self._connections:
+            connection.send((function, arguments, keywords))
         # Until all have answered well: the next test gets another pool.
         self.is_broken = True
         answers = [self._answer(rank) for rank in range(self.size)]
@@ -169,22 +196,14 @@ class Pool(Workers):
         return [value for _, value in answers]
 
     def _answer(self, rank):
-        # What hangs is killed, which ends the reading.
-        timer = threading.Timer(self._seconds, self._kill_hard)
-        timer.start()
+        # What hangs is killed when the test's pool is closed.
         try:
-            line = self._answers[rank].readline()
-        finally:
-            timer.cancel()
-        if not line:
-            texts = "\n\n".join(w.text()[-3000:] for w in self.workers)
-            raise AssertionError(f"worker {rank} is gone or hangs:\n{texts}")
-        return pickle.loads(bytes.fromhex(line.decode().strip()))
-
-    def _kill_hard(self):
-        for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+            if self._connections[rank].poll(self._seconds):
+                return self._connections[rank].recv()
+        except (EOFError, ConnectionResetError):
+            pass
+        texts = "\n\n".join(worker.text()[-3000:] for worker in self.workers)
+        raise AssertionError(f"worker {rank} is gone or hangs:\n{texts}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,276 @@
+"""Independent replicas: what `tf.distribute` asks of the strategy."""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import input_util
+from tensorflow.python.distribute import mirrored_run
+from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.eager import def_function
+
+from tf_avgstrategy import replica_step
+from tf_avgstrategy import sharding
+from tf_avgstrategy import variables
+
+__all__ = ["IndependentReplicas", "TrainingProgress"]
+
+
+class TrainingProgress(NamedTuple):
+    """What the local replicas of a strategy have done so far.
+
+    Attributes:
+        steps: Int. Training steps: runs of a function (one per batch in
+            `fit`) that writes a trainable variable.
+        rows: Tuple of ints, one per local replica. The rows (examples) that
+            the replica received in those steps.
+    """
+
+    steps: int
+    rows: tuple
+
+
+class _Writes(threading.local):
+    """What this thread's step has written. Each replica has a thread."""
+
+    trained = False
+
+
+class IndependentReplicas(mirrored_strategy.MirroredExtended):
+    """The extended half of the strategy: replicas that never meet.
+
+    Args:
+        container_strategy: The strategy.
+        devices: List of device strings, one replica each, or None.
+        cross_device_ops: `tf.distribute.CrossDeviceOps`.
+        communicator: `Communicator`, started.
+    """
+
+    def __init__(
+        self, container_strategy, devices, cross_device_ops, communicator
+    ):
+        self.communicator = communicator
+        self._replicas_of_workers = [1]
+        super().__init__(
+            container_strategy,
+            devices=devices,
+            cross_device_ops=cross_device_ops,
+        )
+        counts = communicator.all_gather(np.int64(len(self._devices)))
+        self._replicas_of_workers = counts.tolist()
+        self._traced_functions = weakref.WeakKeyDictionary()
+        self._training_functions = weakref.WeakKeyDictionary()
+        self._writes = _Writes()
+        with tf.init_scope(), tf.device(self._host_device):
+            # Steps and rows of each replica.
+            self._progress = tf.Variable(
+                tf.zeros([len(self._devices), 2], tf.int64), trainable=False
+            )
+            self._counts_all_runs = tf.Variable(0, False, dtype=tf.int64)
+
+    @property
+    def _host_device(self):
+        return self._input_workers_devices[0][0]
+
+    def training_progress(self):
+        """Returns the `TrainingProgress` of the local replicas."""
+        steps, rows = self._progress.numpy().T.tolist()
+        return TrainingProgress(steps=max(steps), rows=tuple(rows))
+
+    def count_all_runs(self, is_counting):
+        """Says whether each run is a training step, whatever it writes."""
+        self._counts_all_runs.assign(int(is_counting))
+
+    def global_replica_id(self, local_replica_id):
+        """The replica's number among the replicas of all workers."""
+        return self._first_replica + local_replica_id
+
+    def note_write(self, variable):
+        """Remembers that this replica's step writes a trainable variable."""
+        self._writes.trained |= variable.trainable
+
+    @property
+    def _first_replica(self):
+        """The replicas of all workers before this one."""
+        return sum(self._replicas_of_workers[: self.communicator.rank])
+
+    def _get_replica_id_in_sync_group(self, replica_id):
+        return self.global_replica_id(replica_id)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group - self._first_replica
+
+    def _in_own_replica(self):
+        # Outside any scope there is the default strategy's replica context.
+        replica = tf.distribute.get_replica_context()
+        return (
+            replica is not None
+            and replica.strategy is self._container_strategy()
+        )
+
+    def _use_merge_call(self):
+        return not self._in_own_replica() and super()._use_merge_call()
+
+    @property
+    def _num_replicas_in_sync(self):
+        return 1 if self._in_own_replica() else sum(self._replicas_of_workers)
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        if self.communicator.size == 1:
+            return super()._experimental_distribute_dataset(dataset, options)
+        sharded = sharding.shard(
+            dataset,
+            replicas=self._replicas_of_workers,
+            rank=self.communicator.rank,
+            agree=lambda values: self.communicator.all_gather(
+                np.array(values, np.int64)
+            ).tolist(),
+        )
+        return self._distribute_datasets_from_function(
+            lambda _: sharded, options
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        if self.communicator.size == 1:
+            return super()._distribute_datasets_from_function(
+                dataset_fn, options
+            )
+        return input_util.get_distributed_datasets_from_function(
+            dataset_fn,
+            self._input_workers_with_options(options),
+            [
+                tf.distribute.InputContext(
+                    num_input_pipelines=self.communicator.size,
+                    input_pipeline_id=self.communicator.rank,
+                    num_replicas_in_sync=self._num_replicas_in_sync,
+                )
+            ],
+            self._container_strategy(),
+            options,
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        total = self._num_replicas_in_sync
+        return distribute_utils.regroup(
+            [
+                value_fn(
+                    tf.distribute.experimental.ValueContext(
+                        self.global_replica_id(replica_id), total
+                    )
+                )
+                for replica_id in range(len(self._devices))
+            ],
+            always_wrap=True,
+        )
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        del reduce_op, options  # The gradient of one replica is the gradient.
+        return tf.nest.map_structure(
+            lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v),
+            value,
+        )
+
+    def _replica_ctx_update(self, var, fn, args, kwargs, group):
+        self.note_write(var)
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    def _get_cross_device_ops(self, value):
+        # Never `CollectiveAllReduce`: its keys clash between strategies of one
+        # process, and with a cluster between workers.
+        del value
+        return self._cross_device_ops
+
+    def _create_variable(self, next_creator, **kwargs):
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            # In a replica, NONE means: write your own copy, ask nobody.
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        variable = super()._create_variable(next_creator, **kwargs)
+        return variables.as_replica_local(variable, name=kwargs.get("name"))
+
+    def _get_variable_creator_initial_value(
+        self, replica_id, device, primary_var, **kwargs
+    ):
+        initial_value = super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )
+        if not variables.is_seed_name(kwargs.get("name")):
+            return initial_value
+        # Copies are made from the first one, which has its own offset already.
+        offset = variables.seed_offset(self.global_replica_id(replica_id))
+        if replica_id > 0:
+            offset -= variables.seed_offset(self.global_replica_id(0))
+
+        def folded():
+            seed = initial_value() if callable(initial_value) else initial_value
+            seed = tf.convert_to_tensor(seed, kwargs.get("dtype"))
+            return seed + tf.constant([offset, 0], seed.dtype)
+
+        return folded
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        if not isinstance(fn, def_function.Function):
+            return self._run_replicas(fn, False, args, kwargs)
+        if fn not in self._traced_functions:
+            self._traced_functions[fn] = self._traced_on_all_replicas(fn)
+        return self._traced_functions[fn](*args, **kwargs)
+
+    def _traced_on_all_replicas(self, function):
+        """Turns a `tf.function` of one replica into one of all replicas.
+
+        All replicas belong to one graph, so that they run side by side. XLA is
+        the exception: it compiles one program for each replica within it.
+        """
+        fn = function.python_function
+        status = ag_ctx.Status
+        convert = status.ENABLED if function._autograph else status.DISABLED
+        fn = autograph.tf_convert(fn, ag_ctx.ControlStatusCtx(convert))
+        owner = weakref.proxy(self)
+        compiled = function._jit_compile
+
+        @tf.autograph.experimental.do_not_convert
+        def run_replicas(*args, **kwargs):
+            return owner._run_replicas(fn, compiled, args, kwargs)
+
+        traced = function._clone(run_replicas)
+        traced._jit_compile = None
+        return traced
+
+    def _run_replicas(self, fn, compiled, args, kwargs):
+        step = replica_step.ReplicaStep(
+            fn,
+            compiled=compiled,
+            skips_empty=sum(self._replicas_of_workers) > 1,
+            seed_offset=lambda replica_id: variables.seed_offset(
+                self.global_replica_id(replica_id)
+            ),
+        )
+
+        @tf.autograph.experimental.do_not_convert
+        def run_replica(*args, **kwargs):
+            replica = tf.distribute.get_replica_context()
+            return self._run_and_count(step, replica._replica_id, args, kwargs)
+
+        return mirrored_run.call_for_each_replica(
+            self._container_strategy(), run_replica, args, kwargs
+        )
+
+    def _run_and_count(self, step, replica_id, args, kwargs):
+        rows = replica_step.num_rows((args, kwargs))
+        known = self._training_functions.setdefault(step.function, set())
+        static = replica_step.static_arguments((args, kwargs))
+        # Writes are not seen again where it calls a `tf.function` that has
+        # been traced.
+        self._writes.trained = static in known
+        outputs = step(replica_id, rows, args, kwargs)
+        if self._writes.trained:
+            known.add(static)
+        with tf.device(self._progress.device):
+            counted = 1 if self._writes.trained else self._counts_all_runs
+            update = counted * tf.cast([[1, rows]], tf.int64)
+            self._progress.scatter_nd_add([[replica_id]], update)
+        return outputs
