@@ -11,7 +11,7 @@ def status(**fields):
         "steps": 4,
         "num_replicas": 2,
         "weight": 8.0,
-        "has_stepped": True,
+        "wants_round": True,
         "sick_replica": -1,
         "sick_variable": -1,
         "extremes": np.zeros([0, 2], np.int64),
@@ -49,11 +49,16 @@ class TestCheckHealth:
         with pytest.raises(
             FloatingPointError, match="'w' on replica 1 of worker 1 .* step 4"
         ):
-            agreement.check_health([status(), sick], 16.0, ["w"])
+            agreement.check_health([status(), sick], ["w"])
+
+    def test_without_any_rows_all_count(self):
+        sick = status(sick_replica=1, sick_variable=0, weight=0.0)
+        with pytest.raises(FloatingPointError, match="worker 1"):
+            agreement.check_health([status(weight=0.0), sick], ["w"])
 
     def test_who_contributes_nothing_may_be_sick(self):
         sick = status(sick_replica=0, sick_variable=0, weight=0.0)
-        agreement.check_health([status(), sick], 8.0, ["w"])
+        agreement.check_health([status(), sick], ["w"])
 
 
 class TestWarnOfIdleWorkers:

@@ -62,6 +62,18 @@ class TestDescribe:
         assert optimizer_parts.describe(one) == optimizer_parts.describe(other)
         assert "'momentum': 0.25" in optimizer_parts.describe(one)
 
+    def test_of_what_a_loss_scale_wraps(self):
+        texts = {
+            optimizer_parts.describe(
+                optimizers.LossScaleOptimizer(
+                    optimizers.SGD(rate, momentum=0.25, name=name)
+                )
+            )
+            for rate, name in ((0.5, "one"), (0.25, "other"))
+        }
+        (text,) = texts
+        assert "'momentum': 0.25" in text
+
     def test_a_schedule_is_a_setting(self):
         schedules = optimizers.schedules
         texts = {

@@ -241,7 +241,8 @@ class TestOneFile:
     def test_data_01_off(self, dataset):
         shards = pipelines.shard([with_policy(dataset, Policy.OFF)] * 2)
         for own in shards:
-            assert pipelines.elements(own) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+            # As many as there are batches, or Keras would stop half way.
+            assert pipelines.elements(own) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     def test_data_01_file(self, dataset):
         with pytest.raises(
@@ -376,10 +377,3 @@ class TestByFiles:
             "worker 1 has policy AUTO and 3 files",
         ):
             pipelines.shard(datasets)
-        with pytest.raises(ValueError, match="policy OFF.*policy DATA"):
-            pipelines.shard(
-                [
-                    with_policy(datasets[0], Policy.OFF),
-                    with_policy(datasets[0], Policy.DATA),
-                ]
-            )

@@ -71,6 +71,11 @@ class TestChoice:
         with pytest.raises(ValueError, match=f"`{name}` must be a number > 0"):
             make(**{name: seconds})
 
+    def test_open_mpi_alone_says_nothing_of_horovod(self, monkeypatch):
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert make().name == "none"
+
     def test_without_horovod_the_command_is_named(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         monkeypatch.setenv("HOROVOD_SIZE", "2")

@@ -31,7 +31,7 @@ class Status(NamedTuple):
         steps: Int, training steps of its schedule.
         num_replicas: Int, its replicas.
         weight: Float >= 0, what they weigh together.
-        has_stepped: Bool, whether they trained since the last round.
+        wants_round: Bool, whether the worker asks for a round.
         sick_replica: Int, the first of them with a variable that is not
             finite, -1 if there is none.
         sick_variable: Int, that variable's place.
@@ -44,22 +44,18 @@ class Status(NamedTuple):
     steps: int
     num_replicas: int
     weight: float
-    has_stepped: bool
+    wants_round: bool
     sick_replica: int
     sick_variable: int
     extremes: np.ndarray
-
-    @property
-    def wants_round(self):
-        """Bool, whether the worker asks for a round."""
-        return self.progress == IN_EPOCH or self.has_stepped
 
     def exchange(self, communicator):
         """Returns the list of all workers' `Status`, by rank."""
         numbers = np.array(self[:-1], np.float64)
         row = np.concatenate([numbers.view(np.int64), self.extremes.ravel()])
         return [
-            _status(row, len(numbers)) for row in communicator.all_gather(row)
+            _status(row, len(numbers))
+            for row in communicator.all_gather(row, "a round: ")
         ]
 
 
@@ -94,18 +90,18 @@ def _least_and_most(every):
     return np.stack([every[..., 0].min(0), every[..., 1].max(0)], axis=-1)
 
 
-def check_health(statuses, total, paths):
+def check_health(statuses, paths):
     """Raises a FloatingPointError if what counts is not finite somewhere.
 
     Every worker sees the same and raises it, before anything is written.
 
     Args:
         statuses: List of `Status`, by rank.
-        total: Float, the weight of all workers together.
         paths: List of strings, the names of the variables by their places.
     """
+    has_weights = any(status.weight for status in statuses)
     for rank, status in enumerate(statuses):
-        if status.sick_replica < 0 or (total and not status.weight):
+        if status.sick_replica < 0 or (has_weights and not status.weight):
             continue
         raise FloatingPointError(
             "All variables must be finite before a round, or every replica "

@@ -153,15 +153,15 @@ class ParameterAverager(tf.train.experimental.PythonState):
         return True
 
     def average_if_stepped(self):
-        """Runs a round if a training step came since the last one.
+        """Runs a round if a worker made a training step since the last one.
 
         Returns:
             Bool, whether a round was run.
         """
-        if not self._has_stepped():
-            return False
-        self.average()
-        return True
+        _check_eager()
+        rounds_before = self.rounds
+        self._take_part(agreement.IN_EPOCH)
+        return self.rounds > rounds_before
 
     def average(self, weights=None):
         """Runs a round now. The schedule's phase does not change.
@@ -178,7 +178,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             WorkerLostError: If a worker does not take part in time.
         """
         _check_eager()
-        self._take_part(agreement.IN_EPOCH, weights)
+        self._take_part(agreement.IN_EPOCH, weights=weights, is_forced=True)
 
     def end_epoch(self):
         """Waits until every worker has called it, then runs a round.
@@ -251,6 +251,18 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     def _build_optimizer(self):
         unbuilt = [o for o in self._optimizers if not o.built]
+        if (
+            len(self._optimizers) > 1
+            and unbuilt
+            and self._communicator.size > 1
+        ):
+            raise ValueError(
+                "With several workers and several optimizers all optimizers "
+                "must be built, so that the workers can start from the same "
+                f"slots. Received: {len(unbuilt)} of {len(self._optimizers)} "
+                "that are not. Call `optimizer.build(variables)` inside "
+                "`strategy.scope()` for each of them."
+            )
         if len(self._optimizers) == 1 and unbuilt:
             with self._strategy.scope():
                 unbuilt[0].build([v for v in self._variables if v.trainable])
@@ -288,7 +300,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self.steps = max(status.steps for status in statuses)
         self._has_warned = False
 
-    def _take_part(self, progress, weights=None):
+    def _take_part(self, progress, *, weights=None, is_forced=False):
         """Tells all workers how far this one is, and averages if one wants to.
 
         Returns:
@@ -308,7 +320,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             steps=self.steps,
             num_replicas=len(counted),
             weight=float(sum(counted)),
-            has_stepped=self._has_stepped(),
+            wants_round=is_forced or self._has_stepped(),
             sick_replica=sick_replica,
             sick_variable=sick_variable,
             extremes=extremes,
@@ -323,7 +335,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 total = sum(s.num_replicas for s in statuses)
             shares = mean.shares(counted, total)
             agreement.check_health(
-                statuses, total, [rule.path for rule in self._round.travelling]
+                statuses, [rule.path for rule in self._round.travelling]
             )
             extremes = agreement.extremes(
                 statuses, self._round.agrees_on_floats

@@ -105,6 +105,11 @@ class PeriodicAveraging(keras.callbacks.Callback):
         _move_new_optimizer_into_scope(self.model)
         self._prepare_averager(optimizer_parts.find_optimizers(self.model))
         _compile_per_replica(self.model)
+        # Keras distributes validation data before it says that validation
+        # begins, and workers exchange for that, too.
+        self.model.distribute_strategy.extended.before_sharding = (
+            self._end_epoch
+        )
         # A `fit` that failed may have left it on.
         self.model.distribute_strategy.count_all_runs(False)
         self._steps_seen = self._num_steps_run()
@@ -137,10 +142,15 @@ class PeriodicAveraging(keras.callbacks.Callback):
         # Before this hook Keras has overwritten each replica's weights with
         # its own moving average, if the optimizer keeps one.
         self._count_steps()
+        rounds = self.averager.rounds
         self.averager.end_training()
+        if self.averager.rounds > rounds:
+            # Of workers that went on, after Keras was done here.
+            optimizer_parts.finalize(self.model)
         if self.averager.keeps_local("ema"):
             self.averager.average()
         self._is_epoch_open = False
+        self.model.distribute_strategy.extended.before_sharding = lambda: None
         self.params.pop("averaging", None)
 
     def _prepare_averager(self, optimizers):

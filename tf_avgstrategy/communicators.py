@@ -127,12 +127,14 @@ class Communicator(abc.ABC):
         words = self._on_filled(words, lambda w: self._broadcast(w, root))
         return [_from_words(w, t) for w, t in zip(words, tensors)]
 
-    def all_gather(self, tensor):
+    def all_gather(self, tensor, purpose=""):
         """Stacks one small tensor of each worker along a new axis 0, by rank.
 
         Args:
             tensor: NumPy array of numbers, on every worker of the same shape
                 and dtype.
+            purpose: String, on every worker the same. What it is for, so that
+                calls for different ends never meet.
 
         Returns:
             NumPy array of shape `[size, *tensor.shape]`.
@@ -143,7 +145,7 @@ class Communicator(abc.ABC):
         """
         array = np.asarray(tensor)
         parts = self._gather_bytes(
-            array.tobytes(), f"{array.shape} {array.dtype.name}"
+            array.tobytes(), f"{purpose}{array.shape} {array.dtype.name}"
         )
         rows = [
             np.frombuffer(p, array.dtype).reshape(array.shape) for p in parts

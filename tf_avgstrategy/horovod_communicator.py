@@ -53,17 +53,18 @@ class HorovodCommunicator(communicators.Communicator):
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
+        self._addresses = None
         silence_seconds = max(1, min(timeout_seconds, start_timeout_seconds))
         _limit_waiting(int(silence_seconds), timeout_seconds)
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         with contextlib.ExitStack() as stack:
-            if cluster is not None and not _has_launcher():
+            if cluster is not None and "HOROVOD_RANK" not in os.environ:
                 _join_rendezvous(cluster, start_timeout_seconds, stack)
             _init(hvd, start_timeout_seconds)
             super().__init__(rank=hvd.rank(), size=hvd.size())
             _check_cluster(cluster, self.rank, self.size)
-            host = os.environ.get("HOROVOD_HOSTNAME", "localhost")
+            host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
             self._beacon = liveness.Beacon(host)
             self._addresses = self.all_gather_strings(self._beacon.address)
 
@@ -99,17 +100,14 @@ class HorovodCommunicator(communicators.Communicator):
         ]
 
     def _lost_workers(self):
+        if self._addresses is None:
+            return []
         others = [rank for rank in range(self.size) if rank != self.rank]
         silent = liveness.silent([self._addresses[rank] for rank in others])
         return [others[place] for place in silent]
 
     def _address(self, rank):
         return f" on {self._addresses[rank].rpartition(':')[0]}"
-
-
-def _has_launcher():
-    launchers = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return any(name in os.environ for name in launchers)
 
 
 def _limit_waiting(silence_seconds, timeout_seconds):

@@ -56,6 +56,8 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
     ):
         self.communicator = communicator
         self._replicas_of_workers = [1]
+        # What has to be done before workers agree on a dataset.
+        self.before_sharding = lambda: None
         super().__init__(
             container_strategy,
             devices=devices,
@@ -123,12 +125,13 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
     def _experimental_distribute_dataset(self, dataset, options):
         if self.communicator.size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
+        self.before_sharding()
         sharded = sharding.shard(
             dataset,
             replicas=self._replicas_of_workers,
             rank=self.communicator.rank,
             agree=lambda values: self.communicator.all_gather(
-                np.array(values, np.int64)
+                np.array(values, np.int64), "a dataset's plan: "
             ).tolist(),
         )
         return self._distribute_datasets_from_function(

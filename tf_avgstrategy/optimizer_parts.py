@@ -10,6 +10,7 @@ from tf_avgstrategy import variables as replica_variables
 __all__ = [
     "compilation",
     "describe",
+    "finalize",
     "find_optimizers",
     "gradient_accumulation_steps",
     "has_only_defaults",
@@ -20,18 +21,25 @@ __all__ = [
 
 
 def describe(optimizer):
-    """Returns an optimizer's settings as text, without its learning rate.
+    """Returns an optimizer's settings as text, and of those that it wraps.
 
-    That is a variable, or a schedule, which is part of the text.
+    Without names, and without a learning rate that is a variable; a schedule
+    is a setting.
     """
+    return "; ".join(
+        f"{type(part).__name__} {_settings(part)}" for part in parts(optimizer)
+    )
+
+
+def _settings(optimizer):
     try:
         config = optimizer.get_config()
     except NotImplementedError:
-        config = {}
+        return {}
     if not isinstance(config.get("learning_rate"), dict):
         config.pop("learning_rate", None)
-    config.pop("name", None)
-    return f"{type(optimizer).__name__} {config}"
+    hidden = ("name", "inner_optimizer", "optimizer_map")
+    return {key: v for key, v in config.items() if key not in hidden}
 
 
 def find_optimizers(model):
@@ -83,6 +91,12 @@ def has_only_defaults(optimizer):
 def is_in_scope(optimizer, strategy):
     """Returns whether an optimizer was made in the scope of a strategy."""
     return replica_variables.strategy_of(optimizer._iterations) is strategy
+
+
+def finalize(model):
+    """Does what `fit` does to a model's weights at its end, for `use_ema`."""
+    if hasattr(model.optimizer, "finalize_variable_values"):
+        model.optimizer.finalize_variable_values(model.trainable_weights)
 
 
 def gradient_accumulation_steps(optimizers):

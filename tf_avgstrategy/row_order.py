@@ -67,6 +67,8 @@ def agree_on_order(dataset, *, agree):
     """
     arrays = _find_shuffled_arrays(dataset)
     values, is_sloppy = ((), False) if arrays else _order_of(dataset)
+    if not arrays and not values and not is_sloppy:
+        return dataset
     is_open = is_sloppy or _UNSEEDED in values
     found = agree([bool(arrays), len(values), is_open, _hash(values)])
     if len({tuple(f[:2]) for f in found}) > 1:

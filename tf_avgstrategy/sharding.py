@@ -39,7 +39,8 @@ def shard(dataset, *, replicas, rank, agree):
     - FILE: The files are dealt out, and each worker's batches are split into
       as many parts as there are replicas on all workers.
     - AUTO: FILE if there is a file for each worker, otherwise DATA.
-    - OFF: As FILE, but every worker reads all files.
+    - OFF: Every worker trains on all rows. A batch is split over its own
+      replicas alone, as if there were no other worker.
     - HINT: As FILE, but `Dataset.shard` with
       `tf.data.experimental.SHARD_HINT` says what is dealt out.
 
@@ -54,7 +55,8 @@ def shard(dataset, *, replicas, rank, agree):
         rank: Int, this worker.
         agree: Function that takes a list of ints (int64) and returns the lists
             of all workers by rank. It is called equally often on each worker,
-            and not at all if there is one worker.
+            and not at all if there is one worker, or if there are neither
+            files to deal out nor an order to agree on.
 
     Returns:
         `tf.data.Dataset` of per-replica batches with the structure and dtypes
@@ -71,7 +73,14 @@ def shard(dataset, *, replicas, rank, agree):
     dataset, by_rows = _read_by(
         dataset, num_workers=len(replicas), rank=rank, agree=agree
     )
-    splitter = _Splitter(dataset, num_parts=sum(replicas))
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _Policy.OFF:
+        # All of it is this worker's, who makes one step of each batch: Keras
+        # counts batches before a dataset is distributed, and stops there.
+        by_rows, replicas, rank = True, [replicas[rank]], 0
+    splitter = _Splitter(
+        dataset, num_parts=sum(replicas), num_local=replicas[rank]
+    )
     if by_rows:
         parts = splitter.parts(sum(replicas[:rank]), replicas[rank])
     else:
@@ -176,6 +185,10 @@ def _plan(dataset, *, num_workers, rank):
 def _agreed_by_rows(plan, num_workers, agree):
     """Whether rows are kept rather than files dealt out, on all workers."""
     policy, num_files, own_files = plan
+    if policy in (_Policy.AUTO, _Policy.DATA) and num_files == _UNKNOWN:
+        return True
+    if policy == _Policy.OFF:
+        return False
     _check_same(agree([policy.value, num_files, own_files is not None]))
     is_short = 0 <= num_files < num_workers
     if policy == _Policy.FILE and (is_short or own_files is None):
@@ -263,9 +276,12 @@ class _Splitter:
     Args:
         dataset: `tf.data.Dataset` of batches.
         num_parts: Int >= 1, P.
+        num_local: Int >= 1, how many parts a step takes. Only if it divides P
+            can parts have a static size: a step that is short of parts, which
+            must not get lost, has smaller ones instead.
     """
 
-    def __init__(self, dataset, *, num_parts):
+    def __init__(self, dataset, *, num_parts, num_local):
         self._dataset = dataset
         self._num_parts = num_parts
         self._batch_size = int(distribute.compute_batch_size(dataset))
@@ -274,7 +290,7 @@ class _Splitter:
             for spec in tf.nest.flatten(dataset.element_spec)
             if hasattr(spec, "shape")
         }
-        is_static = sizes == {self._batch_size}
+        is_static = sizes == {self._batch_size} and num_parts % num_local == 0
         self._part_size = None
         if is_static and self._batch_size % num_parts == 0:
             self._part_size = self._batch_size // num_parts

@@ -1,5 +1,6 @@
 """Start-up: which workers this process trains with, and through what."""
 
+import importlib.util
 import numbers
 import os
 
@@ -20,8 +21,6 @@ __all__ = [
 CHOICES = ("auto", "collective", "horovod", "none")
 # Set by `tf-avgstrategy launch --devices_per_worker`.
 _DEVICES_VARIABLE = "TF_AVGSTRATEGY_DEVICES"
-# What the launchers that Horovod knows tell each process.
-_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # TensorFlow and Horovod join one job per process, once.
 _started = {}
@@ -124,12 +123,21 @@ def check_environment(choice, size):
 
 
 def _choice_of_environment(cluster):
-    sizes = [os.environ.get(name, "") for name in _SIZE_VARIABLES]
-    if any(size.isdigit() and int(size) > 1 for size in sizes):
+    if _has_several("HOROVOD_SIZE"):
         return "horovod"
     if cluster is not None and cluster.size > 1:
         return "collective"
+    # Open MPI starts other things than Horovod, too.
+    if _has_several("OMPI_COMM_WORLD_SIZE") and (
+        importlib.util.find_spec("horovod") is not None
+    ):
+        return "horovod"
     return "none"
+
+
+def _has_several(variable):
+    size = os.environ.get(variable, "")
+    return size.isascii() and size.isdigit() and int(size) > 1
 
 
 def _check_choice(choice):

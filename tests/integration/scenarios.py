@@ -326,7 +326,7 @@ def own_rows(strategy, row, batches, batch_size=1):
     return strategy.distribute_datasets_from_function(make)
 
 
-def uneven(batches, period, epochs=1, steps_per_epoch=None):
+def uneven(batches, period, epochs=1, steps_per_epoch=None, validates=0):
     """T1 with another number of batches on each worker."""
     strategy = make_strategy()
     rank = strategy.communicator.rank
@@ -339,6 +339,7 @@ def uneven(batches, period, epochs=1, steps_per_epoch=None):
         own_rows(strategy, ROWS[rank], batches[rank]),
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
+        validation_data=_validation_data(validates),
         callbacks=[
             averaging,
             keras.callbacks.LambdaCallback(
@@ -351,6 +352,45 @@ def uneven(batches, period, epochs=1, steps_per_epoch=None):
         "rounds": averaging.averager.rounds,
         "steps": averaging.averager.steps,
     }
+
+
+def _validation_data(kind):
+    """None, arrays, or a dataset whose order workers must agree on."""
+    arrays = toys.slope_rows(4)
+    if kind < 2:
+        return arrays if kind else None
+    return tf.data.Dataset.from_tensor_slices(arrays).shuffle(8).batch(2)
+
+
+def average_what_one_has_done():
+    strategy = make_strategy()
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model()
+    averager = avg.ParameterAverager(
+        strategy, model.variables, model.optimizer, period=100
+    )
+    for x, y in own_rows(strategy, toys.ROW_B, rank):
+        strategy.run(train, args=(model, x, y))
+        averager.step()
+    was_run = [averager.average_if_stepped() for _ in range(2)]
+    return toys.weight(model), was_run
+
+
+def rows_of_fit_without_sharding():
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = RowRecorder(strategy)
+        model.build((None, 1))
+        model.compile(toys.sgd(), "mse", run_eagerly=True)
+    x = np.arange(12, dtype="float32").reshape(-1, 1)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    data = toys.dataset((x, 0 * x), 4).with_options(options)
+    toys_fit(model, data, callbacks=[avg.PeriodicAveraging(2)])
+    return sorted(model.seen)
 
 
 def uneven_loop(batches, period):
@@ -367,11 +407,11 @@ def uneven_loop(batches, period):
     }
 
 
-def stop_one_worker_early():
+def stop_one_worker_early(use_ema=False):
     strategy = make_strategy()
     rank = strategy.communicator.rank
     with strategy.scope():
-        model = toys.slope_model()
+        model = toys.slope_model(toys.sgd(use_ema=use_ema))
 
     def stop(epoch, logs):
         model.stop_training = rank == 0 and epoch == 0

@@ -124,6 +124,27 @@ class TestUnevenWork:
         for result in pool.run("uneven_loop", [0, 4], period=2):
             assert result == {"weight": 8.0, "steps": 4, "rounds": 2}
 
+    @pytest.mark.parametrize("shuffled", [False, True])
+    def test_validation_waits_for_all(self, pool, shuffled):
+        # Keras distributes validation data as soon as its own epoch ends.
+        first, second = pool.run(
+            "uneven", [2, 7], period=2, epochs=2, validates=1 + shuffled
+        )
+        assert first == second
+
+    def test_who_stops_early_ends_with_the_same_moving_average(self, pool):
+        results = pool.run("stop_one_worker_early", use_ema=True)
+        assert results[0]["weights"] == results[1]["weights"]
+
+    def test_rounds_on_demand_are_for_all(self, pool):
+        # Worker 1 alone has stepped; worker 0 takes part all the same.
+        for weight, was_run in pool.run("average_what_one_has_done"):
+            assert (weight, was_run) == (8.0, [True, False])
+
+    def test_without_sharding_fit_sees_all_rows_on_each(self, pool):
+        for seen in pool.run("rows_of_fit_without_sharding"):
+            assert seen == list(range(12))
+
     def test_more_steps_than_data(self, pool):
         results = pool.run("uneven", [3, 4], period=2, steps_per_epoch=5)
         assert results[0]["weights"] == results[1]["weights"]
