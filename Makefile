@@ -50,8 +50,9 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.horovod
 	$(VENV)/bin/python benchmarks/step_overhead.py
+	$(VENV)/bin/python benchmarks/round.py
 
 clean:
 	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) *.egg-info

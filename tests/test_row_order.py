@@ -258,7 +258,7 @@ class TestPipelines:
     def test_refuses_different_pipelines(self):
         with pytest.raises(
             ValueError,
-            match="worker 0 shuffles rows at 1 places; worker 1 .* at 0",
+            match="worker 0 shuffles rows at 1 places; worker 1 .* at 2",
         ):
             agreed([Range(12).shuffle(12), Range(12).shuffle(12).shuffle(3)])
 

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 HOSTS = ROOT / "tests" / "hosts.sh"
 MARKER = "TF_AVGSTRATEGY_TEST_HOSTS"
 SKIPPED = 77
-LIMIT_SECONDS = 80
+LIMIT_SECONDS = 150
 
 # T1 with period 2 on three workers. Every step of the first two sees row A, of
 # the third two rows B. A step on two rows B is a step on one, but the weights

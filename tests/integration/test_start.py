@@ -1,7 +1,11 @@
 """LAUN-01 to LAUN-03: workers that start too late, too early or not at all."""
 
 import contextlib
+import pathlib
+import re
 import socket
+import subprocess
+import sys
 import time
 
 import processes
@@ -104,6 +108,31 @@ def test_laun_03_one_job_after_the_other_on_the_same_ports():
     for _ in range(2):
         with workers_at(addresses, [0, 1]) as workers:
             assert [code_of(worker) for worker in workers] == [0, 0]
+
+
+def test_the_launcher_makes_virtual_devices():
+    done = subprocess.run(
+        [
+            pathlib.Path(sys.executable).parent / "tf-avgstrategy",
+            "launch",
+            "--workers=2",
+            "--devices_per_worker=2",
+            processes.HERE / "start_worker.py",
+            "plain",
+        ],
+        env=processes.clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert re.search(
+            rf"^\[{rank}\] .*collective, worker {rank} of 2, replicas 2 here "
+            "and 4 in all",
+            done.stdout,
+            re.M,
+        )
 
 
 def test_horovod_joins_the_workers_of_tf_config():
