@@ -21,14 +21,14 @@ ROWS = (toys.ROW_A, toys.ROW_B)
 
 def communicator():
     return startup.make_communicator(
-        "auto", timeout_seconds=10, start_timeout_seconds=60
+        "auto", timeout_seconds=60, start_timeout_seconds=60
     )
 
 
 def make_strategy(num_replicas=1, **arguments):
     # The pool's first strategy sets the limits of the whole process.
     arguments = {
-        "timeout_seconds": 10,
+        "timeout_seconds": 60,
         "start_timeout_seconds": 60,
         **arguments,
     }

@@ -14,9 +14,9 @@ SCRIPT = str(ROOT / "examples" / "mnist.py")
 FLAGS = ["--replicas=1", "--epochs=2"]
 BIN = pathlib.Path(sys.executable).parent
 WRAPPED = [str(processes.HERE / "run_and_hash.py"), SCRIPT, *FLAGS]
-# Of 500 test images on the chief: twice the standard deviation of a share of
-# 0.9 of them is 0.027, and two runs differ.
-NOISE = 0.06
+# Of 500 test images on the chief: three times the standard deviation of a share
+# of 0.85 of them is 0.05, of both runs together 0.07, after 2 epochs only.
+NOISE = 0.1
 
 
 @pytest.fixture(scope="module")

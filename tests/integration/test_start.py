@@ -54,7 +54,7 @@ def test_laun_01_a_started_tensorflow_is_an_error(how):
         assert "before TensorFlow starts" in worker.text()
         assert "to the top of the script" in worker.text()
         # At once: nobody was waited for.
-        assert time.monotonic() - start_time < 30
+        assert time.monotonic() - start_time < 60
 
 
 def test_laun_01_device_settings_may_come_first(communicator):
@@ -74,7 +74,7 @@ def test_laun_02_a_worker_that_does_not_come_is_listed():
         begin = time.monotonic()
         assert (code_of(first), code_of(last)) == (1, 1)
         # Two imports of TensorFlow side by side, the limit, and asking.
-        assert time.monotonic() - begin < 10 + 35
+        assert time.monotonic() - begin < 10 + 60
         for worker in (first, last):
             assert "worker 1 at " + addresses[1] in worker.text()
 
@@ -100,7 +100,7 @@ def test_laun_03_a_port_that_is_taken_is_named():
         assert code_of(second) == 1
         assert f"Received: {addresses[1]}" in second.text()
         assert code_of(first) == 1
-        assert time.monotonic() - begin < 45
+        assert time.monotonic() - begin < 70
 
 
 def test_laun_03_one_job_after_the_other_on_the_same_ports():
