@@ -41,7 +41,9 @@ class TestAlone:
         assert toys.scalars(made["w"]) == [6.5625] * 2
 
     def test_one_replica_keeps_its_bits(self):
-        made, round_ = make({"w": [-0.0]})
+        # An array: TensorFlow keeps one tensor for the Python numbers 0.0 and
+        # -0.0, whichever was there first.
+        made, round_ = make({"w": [np.array(-0.0, "float32")]})
         round_.run(mean.shares([5]), extremes())
         (value,) = toys.copies(made["w"])
         assert np.signbit(value)
