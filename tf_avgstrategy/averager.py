@@ -275,22 +275,20 @@ class ParameterAverager(tf.train.experimental.PythonState):
             self._communicator, self._description(), "settings and variables"
         )
         is_first = self._round is None
-        rules = [r for r in self._rules if _is_given_by_chief(r, is_first)]
+        given = [r for r in self._rules if _is_given_by_chief(r, is_first)]
+        travelling = state.travelling_rules(self._rules)
+        sent = {id(r.copies[0]): r for r in [*travelling, *given]}
         counters = tf.constant([self.steps, self.rounds], tf.int64)
         counters, *values = self._communicator.broadcast(
-            [counters, *map(_as_read, rules)]
+            [counters, *map(_as_read, sent.values())]
         )
-        for rule, value in zip(rules, values):
+        chiefs = dict(zip(sent, values))
+        for rule in given:
             for copy in rule.copies:
-                copy.assign(value)
+                copy.assign(chiefs[id(rule.copies[0])])
         self.steps, self.rounds = counters.numpy().tolist()
         # The references of the last `fit` may not be what is there now.
-        self._has_new_rules = True
-        self._prepare_round()
-
-    def _has_stepped(self):
-        steps = self._strategy.training_progress().steps
-        return steps != self._seen.steps
+        self._make_round([chiefs[id(r.copies[0])] for r in travelling])
 
     def _wait_for_all(self, progress):
         while True:
@@ -320,7 +318,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             steps=self.steps,
             num_replicas=len(counted),
             weight=float(sum(counted)),
-            wants_round=is_forced or self._has_stepped(),
+            wants_round=is_forced or seen.steps != self._seen.steps,
             sick_replica=sick_replica,
             sick_variable=sick_variable,
             extremes=extremes,
@@ -373,7 +371,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
     def _prepare_round(self):
         """Makes the computation of rounds for the rules that there are now."""
         self._refresh_rules()
-        if self._round is not None and not self._has_new_rules:
+        if not self._has_new_rules:
             return
         references = ()
         if self._communicator.size > 1:
@@ -384,6 +382,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
             references = self._communicator.broadcast(
                 [_as_read(rule) for rule in travelling]
             )
+        self._make_round(references)
+
+    def _make_round(self, references):
         self._round = rounds.Round(self._rules, self._communicator, references)
         self._has_new_rules = False
 

@@ -63,8 +63,6 @@ class Communicator(abc.ABC):
         name: String, the transport's name.
         bucket_bytes: Int >= 0, the buffer size up to which it pays to fuse
             tensors into one message. 0: fusing only costs a copy.
-        bytes_sent: Int, payload bytes that this worker has handed to
-            `all_reduce_sum` and `broadcast` so far.
     """
 
     name = ""
@@ -75,7 +73,6 @@ class Communicator(abc.ABC):
     def __init__(self, rank, size):
         self.rank = rank
         self.size = size
-        self.bytes_sent = 0
         self._num_calls = 0
         self._failure = None
         self._lock = threading.Lock()
@@ -204,7 +201,6 @@ class Communicator(abc.ABC):
         """Runs an operation on what has elements, flattened."""
         filled = [t for t in tensors if t.shape.num_elements()]
         flat = [tf.reshape(t, [-1]) for t in filled]
-        self.bytes_sent += sum(t.shape[0] * t.dtype.size for t in flat)
         done = iter(self._guarded(operation, flat) if flat else [])
         return [
             tf.reshape(next(done), t.shape) if t.shape.num_elements() else t

@@ -14,7 +14,7 @@ import sys
 from tf_avgstrategy import horovod_rendezvous
 from tf_avgstrategy import worker_processes
 
-__all__ = ["COMMUNICATORS", "LaunchError", "launch"]
+__all__ = ["COMMUNICATORS", "LaunchError", "free_ports", "launch"]
 
 COMMUNICATORS = ("collective", "horovod")
 
@@ -185,7 +185,7 @@ def _collective_environments(num_workers):
         for name, value in os.environ.items()
         if not name.startswith("HOROVOD_")
     }
-    ports = _free_ports(num_workers)
+    ports = free_ports(num_workers)
     cluster = {"worker": [f"{_LOOPBACK}:{port}" for port in ports]}
     environments = []
     for index in range(num_workers):
@@ -195,7 +195,7 @@ def _collective_environments(num_workers):
     return environments
 
 
-def _free_ports(count):
+def free_ports(count):
     """Returns different ports that are free now on every address."""
     with contextlib.ExitStack() as stack:
         ports = []

@@ -319,7 +319,6 @@ class _Splitter:
 
         def parts(*batch):
             num_rows = _num_rows(batch)
-            count = tf.minimum(num_rows, self._num_parts)
             starts = self._start(
                 num_rows, tf.range(self._num_parts, dtype=tf.int64)
             )

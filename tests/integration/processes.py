@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pool_worker
 import pytest
 
 from tf_avgstrategy import horovod_rendezvous
+from tf_avgstrategy import launcher
 
 _HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 COMMUNICATORS = [
@@ -44,7 +44,7 @@ _MARK = "TF_AVGSTRATEGY_TEST"
 class Worker:
     """A process in a group of its own, with its output in a file."""
 
-    def __init__(self, script, arguments, environment, pass_fds=(), cwd=None):
+    def __init__(self, script, arguments, environment, cwd=None):
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - see kill.
         self.process = subprocess.Popen(
             [sys.executable, "-u", str(HERE / script), *arguments],
@@ -53,7 +53,6 @@ class Worker:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=pass_fds,
             cwd=cwd,
         )
 
@@ -108,7 +107,7 @@ class Workers:
         self.workers = []
         self._stack = contextlib.ExitStack()
         mark = uuid.uuid4().hex
-        self._stack.callback(check_no_strays, mark)
+        self._stack.callback(self._check_no_strays, mark)
         self._stack.callback(self._kill)
         self.environments = [
             {**clean_environment(), **environment, _MARK: mark}
@@ -129,6 +128,19 @@ class Workers:
     def _kill(self):
         for worker in self.workers:
             worker.kill()
+
+    def _check_no_strays(self, mark):
+        """Raises an AssertionError if something that was started still runs."""
+        # A forked worker does not carry the mark, but leads a session.
+        sessions = {worker.process.pid for worker in self.workers}
+
+        def strays():
+            return marked(_MARK, mark) + in_sessions(sessions)
+
+        end = time.monotonic() + 5
+        while found := strays():
+            assert time.monotonic() < end, f"left behind: {found}"
+            time.sleep(0.05)
 
 
 class Job(Workers):
@@ -238,28 +250,27 @@ def tf_config(addresses, rank):
 
 
 def free_addresses(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            for _ in range(count)
-        ]
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    return [f"127.0.0.1:{port}" for port in launcher.free_ports(count)]
 
 
-def check_no_strays(mark):
-    """Raises an AssertionError if a process that a test started still runs."""
-    end = time.monotonic() + 5
-    while _marked(mark):
-        assert time.monotonic() < end, f"left behind: {_marked(mark)}"
-        time.sleep(0.05)
-
-
-def _marked(mark):
+def marked(variable, mark):
+    """Numbers of the processes that were started with a mark."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        # Gone in the meantime, or somebody else's.
         with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in path.read_bytes():
-                found.append(path.parent.name)
+            if f"{variable}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def in_sessions(sessions):
+    """Numbers of the processes in the sessions that these ones lead."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) in sessions:
+                found.append(int(path.name))
     return found
 
 

@@ -4,6 +4,7 @@ What a function returns goes back to the test, so it is plain Python.
 """
 
 import logging as python_logging
+import subprocess
 import time
 
 import keras
@@ -682,3 +683,7 @@ def average_large_weights():
     weight.assign(3e38)
     averager.average()
     return toys.scalars(weight)[0]
+
+
+def leave_a_process():
+    return subprocess.Popen(["sleep", "600"]).pid

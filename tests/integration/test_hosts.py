@@ -1,6 +1,5 @@
 """Workers on hosts of their own, as `tests/hosts.sh` makes them."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import uuid
 
+import processes
 import pytest
 import toys
 
@@ -119,14 +119,7 @@ class Hosts:
 
     def strays(self):
         """What our runs have left: processes, namespaces, hosts files."""
-        marker = f"{MARKER}={self._marker}".encode()
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            # Gone in the meantime, or somebody else's.
-            with contextlib.suppress(OSError):
-                if marker in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found, self._namespaces()
+        return processes.marked(MARKER, self._marker), self._namespaces()
 
     def _namespaces(self):
         names = f"avg{self._process.pid}-*"
@@ -223,8 +216,8 @@ class TestScript:
         assert code == 0
         process = hosts.start("--hosts=2", "--", hosts.script(TELL_AND_WAIT))
         assert "here is host" in process.stdout.readline()
-        processes, namespaces = hosts.strays()
-        assert len(processes) > 2
+        running, namespaces = hosts.strays()
+        assert len(running) > 2
         assert len(namespaces) == 5  # Three of them, and two hosts files.
         process.send_signal(number)
         with process.stdout:

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 
+import processes
 import pytest
 
 import tf_avgstrategy
@@ -114,14 +115,7 @@ class Job:
 
     def strays(self):
         """Numbers of the processes that carry the marker."""
-        marker = f"{MARKER}={self.marker}".encode()
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            # Gone in the meantime, or somebody else's.
-            with contextlib.suppress(OSError):
-                if marker in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
+        return processes.marked(MARKER, self.marker)
 
 
 def wait_until(is_true, otherwise):
