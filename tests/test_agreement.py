@@ -12,6 +12,8 @@ def status(**fields):
         "num_replicas": 2,
         "weight": 8.0,
         "wants_round": True,
+        "gathers": agreement.NOTHING,
+        "num_excluded": 0,
         "sick_replica": -1,
         "sick_variable": -1,
         "extremes": np.zeros([0, 2], np.int64),

@@ -505,7 +505,7 @@ class TestAccumulation:
         toys.fit(model, x, y, batch_size=2, callbacks=[averaging, Look()])
         # Batch 1 completes the update that was begun; 2 accumulates; 3
         # completes the next one.
-        assert seen == [0, 0, 1]
+        assert seen == [1, 1, 2]
 
 
 class TestDescribe:

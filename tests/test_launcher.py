@@ -24,7 +24,7 @@ def started(monkeypatch):
 
     def run(command, environments, quiet):
         calls.append((command, environments, quiet))
-        return 7
+        return worker_processes.Ended(7, has_failed=True)
 
     monkeypatch.setattr(worker_processes, "run", run)
     return calls

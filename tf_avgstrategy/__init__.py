@@ -5,6 +5,7 @@ from tf_avgstrategy.averager import ParameterAverager
 from tf_avgstrategy.callbacks import PeriodicAveraging
 from tf_avgstrategy.communicators import Communicator
 from tf_avgstrategy.communicators import WorkerLostError
+from tf_avgstrategy.fit_callbacks import chief_only
 from tf_avgstrategy.schedules import Periodic
 from tf_avgstrategy.strategy import ParameterAveragingStrategy
 
@@ -16,4 +17,5 @@ __all__ = [
     "PeriodicAveraging",
     "WorkerLostError",
     "__version__",
+    "chief_only",
 ]

@@ -10,17 +10,24 @@ __all__ = [
     "AFTER_EPOCH",
     "AFTER_TRAINING",
     "IN_EPOCH",
+    "METRICS",
+    "NOTHING",
+    "STATES",
     "Status",
     "check_health",
     "check_same",
     "extremes",
-    "first_sick",
+    "find_sick",
+    "warn_of_excluded",
     "warn_of_idle_workers",
 ]
 
 # How far a worker is. One that is further along than others takes part in
 # their rounds, with what it has not contributed yet, until they are as far.
 IN_EPOCH, AFTER_EPOCH, AFTER_TRAINING = range(3)
+
+# What workers gather from all of them after a round.
+NOTHING, METRICS, STATES = range(3)
 
 
 class Status(NamedTuple):
@@ -29,12 +36,14 @@ class Status(NamedTuple):
     Attributes:
         progress: `IN_EPOCH`, `AFTER_EPOCH` or `AFTER_TRAINING`.
         steps: Int, training steps of its schedule.
-        num_replicas: Int, its replicas.
+        num_replicas: Int, its replicas that are not excluded.
         weight: Float >= 0, what they weigh together.
         wants_round: Bool, whether the worker asks for a round.
-        sick_replica: Int, the first of them with a variable that is not
-            finite, -1 if there is none.
+        gathers: `NOTHING`, `METRICS` or `STATES`.
+        sick_replica: Int, the first of its replicas with a variable that is
+            not finite, -1 if there is none.
         sick_variable: Int, that variable's place.
+        num_excluded: Int, the replicas that do not count because of that.
         extremes: Int64 array of shape `[A, 2]`, the smallest and largest value
             on its replicas of each variable on which replicas must agree. Of
             floating point variables it contains float64 numbers.
@@ -45,8 +54,10 @@ class Status(NamedTuple):
     num_replicas: int
     weight: float
     wants_round: bool
+    gathers: int
     sick_replica: int
     sick_variable: int
+    num_excluded: int
     extremes: np.ndarray
 
     def exchange(self, communicator):
@@ -67,7 +78,7 @@ def _status(row, num_numbers):
     )
 
 
-_KINDS = (int, int, int, float, bool, int, int)
+_KINDS = (int, int, int, float, bool, int, int, int, int)
 
 
 def extremes(statuses, is_floating):
@@ -101,20 +112,53 @@ def check_health(statuses, paths):
     """
     has_weights = any(status.weight for status in statuses)
     for rank, status in enumerate(statuses):
-        if status.sick_replica < 0 or (has_weights and not status.weight):
+        is_idle = has_weights and not status.weight
+        if status.sick_replica < 0 or status.num_excluded or is_idle:
             continue
         raise FloatingPointError(
             "All variables must be finite before a round, or every replica "
             f"would get what is not. Received: {paths[status.sick_variable]!r} "
             f"on replica {status.sick_replica} of worker {rank} is not finite "
             f"after step {status.steps}. Nothing was written on any worker. "
-            "Lower the learning rate, clip gradients, or look at the rows of "
-            "that worker."
+            "Lower the learning rate, clip gradients, look at the rows of that "
+            'worker, or pass `on_non_finite="exclude"`.'
+        )
+    if not has_weights and not any(s.num_replicas for s in statuses):
+        raise FloatingPointError(
+            "A round needs a replica that is finite. Received: replicas of "
+            f"{len(statuses)} workers, each with a variable that is not finite "
+            f"after step {statuses[0].steps}. Nothing was written on any "
+            "worker. Lower the learning rate or clip gradients."
         )
 
 
-def first_sick(is_finite, weights):
-    """Returns the first replica with what is not finite, and the variable.
+def warn_of_excluded(statuses, paths):
+    """Logs which replicas a round leaves out.
+
+    Args:
+        statuses: List of `Status`, by rank.
+        paths: List of strings, the names of the variables by their places.
+
+    Returns:
+        Int, how many.
+    """
+    for rank, status in enumerate(statuses):
+        if status.num_excluded:
+            logging.warning(
+                "%d replicas of worker %d are not finite after step %d, first "
+                "%r on replica %d. They do not count in this round and adopt "
+                "its mean.",
+                status.num_excluded,
+                rank,
+                status.steps,
+                paths[status.sick_variable],
+                status.sick_replica,
+            )
+    return sum(status.num_excluded for status in statuses)
+
+
+def find_sick(is_finite, weights):
+    """Returns which replicas hold what is not finite.
 
     Args:
         is_finite: Bool array of shape `[R, T]`.
@@ -122,12 +166,11 @@ def first_sick(is_finite, weights):
             all have it.
 
     Returns:
-        Two ints, -1 and -1 if all that counts is finite.
+        Bool array of shape `[R, T]`.
     """
     counts = np.array(weights) > 0
     counts |= not counts.any()
-    sick = np.argwhere(~is_finite & counts[:, None])
-    return sick[0].tolist() if len(sick) else (-1, -1)
+    return ~is_finite & counts[:, None]
 
 
 def warn_of_idle_workers(statuses):

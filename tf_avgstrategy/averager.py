@@ -2,18 +2,23 @@
 
 import json
 
+import numpy as np
 import tensorflow as tf
 
 from tf_avgstrategy import agreement
 from tf_avgstrategy import buckets
 from tf_avgstrategy import mean
 from tf_avgstrategy import optimizer_parts
+from tf_avgstrategy import replica_state
 from tf_avgstrategy import rounds
 from tf_avgstrategy import schedules
+from tf_avgstrategy import snapshots
 from tf_avgstrategy import state
 from tf_avgstrategy import strategy as strategies
 
-__all__ = ["ParameterAverager"]
+__all__ = ["NON_FINITE_RULES", "ParameterAverager", "check_non_finite"]
+
+NON_FINITE_RULES = ("raise", "exclude")
 
 
 class ParameterAverager(tf.train.experimental.PythonState):
@@ -32,7 +37,15 @@ class ParameterAverager(tf.train.experimental.PythonState):
     learning rate, and the counters of this object.
 
     `fit` needs the `PeriodicAveraging` callback instead, which drives one of
-    these. `tf.train.Checkpoint(averager=averager)` saves its counters.
+    these.
+
+    `tf.train.Checkpoint(model=model, averager=averager)` saves counters, and
+    of the replicas of this worker what the mean does not tell. Restored on as
+    many replicas, training goes on as if it had not stopped, also within a
+    period; on any other number, from the mean. With several workers each saves
+    a checkpoint of its own, in a folder of its own. Or all call `average` and
+    the chief saves: then `start`, called after `restore` on every worker, gives
+    all of them what the chief has restored.
 
     Args:
         strategy: `ParameterAveragingStrategy` in whose scope `variables` and
@@ -48,6 +61,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
         overrides: Dict from regular expression to rule, for single variables.
             `{"embedding": "keep"}` leaves each replica its own embeddings and
             their slots. `describe()` lists the paths.
+        on_non_finite: What a round does if parameters or slots of a replica
+            are not finite. "raise": a FloatingPointError on every worker.
+            "exclude": the replica does not count and adopts the others' mean.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -83,9 +99,11 @@ class ParameterAverager(tf.train.experimental.PythonState):
         warmup_steps=0,
         slots="mean",
         overrides=None,
+        on_non_finite="raise",
     ):
         check_strategy(strategy)
         state.check_slots(slots)
+        check_non_finite(on_non_finite)
         strategy.check_environment()
         if not isinstance(optimizers, (list, tuple)):
             optimizers = [optimizers]
@@ -96,6 +114,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._optimizers = list(optimizers)
         self._slots = slots
         self._overrides = dict(overrides or {})
+        self._on_non_finite = on_non_finite
         _check_variables(self._variables)
         state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
@@ -109,8 +128,11 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._is_pending = False
         self._has_warned = False
         self._seen = strategy.training_progress()
-        self.steps = 0
+        self._more_copies = dict
+        self.steps = optimizer_parts.steps_made(self._optimizers)
         self.rounds = 0
+        self.excluded = 0
+        self._steps_before_epoch = self.steps
         self.start()
 
     @property
@@ -119,6 +141,17 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._refresh_rules()
         travelling = state.travelling_rules(self._rules)
         return sum(map(buckets.num_bytes, rounds.specs(travelling)))
+
+    @property
+    def steps_in_epoch(self):
+        """Int, training steps since the last `end_epoch`."""
+        return self.steps - self._steps_before_epoch
+
+    @property
+    def paths(self):
+        """List of strings, the paths of all variables."""
+        self._refresh_rules()
+        return [rule.path for rule in self._rules]
 
     def step(self, num_steps=1):
         """Counts training steps and runs a round if one is due.
@@ -230,6 +263,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
         theirs = [*variables, *optimizers]
         return [id(o) for o in ours] == [id(t) for t in theirs]
 
+    def go_on_counting(self, other):
+        """Takes over the counters of an averager that came before this one."""
+        self.steps, self.rounds = other.steps, other.rounds
+        self.excluded = other.excluded
+        self._steps_before_epoch = self.steps
+
     def start_counting_rows(self):
         """Forgets rows that were seen before, perhaps by another model."""
         self._seen = self._strategy.training_progress()
@@ -238,16 +277,160 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """Returns whether a variable of this kind stays local in rounds."""
         return any(r.rule == "keep" for r in self._rules if r.kind == kind)
 
+    def gather(self, data, kind):
+        """Gathers bytes of all workers, also of those that wait for others.
+
+        Args:
+            data: Bytes.
+            kind: `agreement.METRICS` or `agreement.STATES`. A worker that is
+                ahead of the others gives b"" or its `replica_state`.
+
+        Returns:
+            List of bytes, by rank.
+        """
+        _check_eager()
+        _, parts = self._take_part(
+            agreement.IN_EPOCH, gathers=kind, give=lambda: data
+        )
+        return parts
+
+    def gather_replica_states(self):
+        """Returns the `replica_state` of all workers, by rank."""
+        return self.gather(self.replica_state(), agreement.STATES)
+
+    def keep_also(self, more_copies):
+        """Adds variables to the state of replicas.
+
+        Args:
+            more_copies: Function without arguments that returns a dict from
+                string to a tuple of `tf.Variable`, one per local replica.
+        """
+        self._more_copies = more_copies
+
+    def replica_state(self):
+        """Returns counters, and what local replicas hold alone, as bytes."""
+        self._refresh_rules()
+        progress = self._strategy.training_progress()
+        stepped = progress.steps - self._seen.steps
+        copies = replica_state.own_copies(self._rules, bool(stepped))
+        tensors = {
+            f"copies/{key}": replica_state.stacked(of_one)
+            for key, of_one in {**copies, **self._more_copies()}.items()
+        }
+        if stepped and self._communicator.size > 1:
+            for place, value in enumerate(self._round.references):
+                tensors[f"reference/{place}"] = value
+        header = {
+            "steps": self.steps,
+            "rounds": self.rounds,
+            "excluded": self.excluded,
+            "steps_in_epoch": self.steps_in_epoch,
+            "stepped": stepped,
+            "rows": np.subtract(progress.rows, self._seen.rows).tolist(),
+            "pending": self._is_pending,
+            "paths": self.paths,
+        }
+        return snapshots.pack(header, tensors)
+
+    def restore_replica_state(self, data, *, is_own, assign=None):
+        """Takes back what `replica_state` returned.
+
+        Args:
+            data: Bytes.
+            is_own: Bool, whether it is of as many replicas on this worker. If
+                not, only the counters are taken.
+            assign: Function of a tuple of copies and their stacked values that
+                assigns them. `None` assigns now.
+
+        Returns:
+            Function without arguments that restores the variables of
+            `keep_also`.
+        """
+        header, tensors = snapshots.unpack(data)
+        self.steps = header["steps"]
+        self.rounds = header["rounds"]
+        self.excluded = header["excluded"]
+        self._steps_before_epoch = self.steps - header["steps_in_epoch"]
+        progress = self._strategy.training_progress()
+        self._seen = progress
+        self._refresh_rules()
+        if not is_own or header["paths"] != self.paths:
+            return lambda: None
+        self._is_pending = header["pending"]
+        rows = np.subtract(progress.rows, header["rows"]).tolist()
+        self._seen = type(progress)(
+            steps=progress.steps - header["stepped"], rows=tuple(rows)
+        )
+        copies = replica_state.own_copies(self._rules, bool(header["stepped"]))
+        for key, of_one in copies.items():
+            (assign or replica_state.assign_copies)(
+                of_one, tensors[f"copies/{key}"]
+            )
+        if "reference/0" in tensors:
+            places = range(len(self._round.references))
+            self._make_round([tensors[f"reference/{p}"] for p in places])
+
+        def restore_more():
+            for key, of_one in self._more_copies().items():
+                if f"copies/{key}" in tensors:
+                    replica_state.assign_copies(
+                        of_one, tensors[f"copies/{key}"]
+                    )
+
+        return restore_more
+
+    def shared_values(self):
+        """Returns what a file holds of each variable, a dict of tensors."""
+        self._refresh_rules()
+        return replica_state.shared_values(self._rules)
+
+    def assign_shared(self, values):
+        """Gives every replica of this worker what `shared_values` returned."""
+        self._refresh_rules()
+        replica_state.assign_shared(self._rules, values)
+
+    def local_keys(self):
+        """Returns the keys of `shared_values` that `start` does not send."""
+        self._refresh_rules()
+        return {
+            str(place)
+            for place, rule in enumerate(self._rules)
+            if not replica_state.is_given_by_chief(rule, is_first=False)
+        }
+
     def serialize(self):
-        """Returns the counters as a string, for `tf.train.Checkpoint`."""
-        return json.dumps({"steps": self.steps, "rounds": self.rounds})
+        """Returns counters and replicas' state, for `tf.train.Checkpoint`."""
+        return self.replica_state()
 
     def deserialize(self, string_value):
-        """Takes the counters back from `serialize`."""
-        counters = json.loads(string_value)
-        self.steps = counters["steps"]
-        self.rounds = counters["rounds"]
-        self.start_counting_rows()
+        """Takes back what `serialize` returned.
+
+        A checkpoint restores its variables after it. They get what each
+        replica had, in place of the mean.
+        """
+        if string_value[:1] == b"{":
+            # Of a release that kept the counters alone.
+            counters = json.loads(string_value)
+            self.steps, self.rounds = counters["steps"], counters["rounds"]
+            self.start_counting_rows()
+            return
+        header, _ = snapshots.unpack(string_value)
+        owners = {
+            id(rule.copies[0]): rule.variable
+            for rule in self._rules
+            if rule.copies
+        }
+
+        def put_aside(copies, values):
+            owners[id(copies[0])].restored_copies = tf.unstack(
+                values, len(copies)
+            )
+
+        self.restore_replica_state(
+            string_value,
+            is_own=len(header["rows"]) == len(self._seen.rows),
+            assign=put_aside,
+        )
 
     def _build_optimizer(self):
         unbuilt = [o for o in self._optimizers if not o.built]
@@ -275,34 +458,53 @@ class ParameterAverager(tf.train.experimental.PythonState):
             self._communicator, self._description(), "settings and variables"
         )
         is_first = self._round is None
-        given = [r for r in self._rules if _is_given_by_chief(r, is_first)]
+        given = [
+            rule
+            for rule in self._rules
+            if replica_state.is_given_by_chief(rule, is_first)
+        ]
         travelling = state.travelling_rules(self._rules)
         sent = {id(r.copies[0]): r for r in [*travelling, *given]}
-        counters = tf.constant([self.steps, self.rounds], tf.int64)
+        counters = tf.constant(
+            [self.steps, self.rounds, self.excluded, self._steps_before_epoch],
+            tf.int64,
+        )
         counters, *values = self._communicator.broadcast(
-            [counters, *map(_as_read, sent.values())]
+            [counters, *map(replica_state.as_read, sent.values())]
         )
         chiefs = dict(zip(sent, values))
         for rule in given:
             for copy in rule.copies:
                 copy.assign(chiefs[id(rule.copies[0])])
-        self.steps, self.rounds = counters.numpy().tolist()
+        self.steps, self.rounds, self.excluded, self._steps_before_epoch = (
+            counters.numpy().tolist()
+        )
         # The references of the last `fit` may not be what is there now.
         self._make_round([chiefs[id(r.copies[0])] for r in travelling])
 
     def _wait_for_all(self, progress):
         while True:
-            statuses = self._take_part(progress)
+            statuses, _ = self._take_part(progress)
             if all(status.progress >= progress for status in statuses):
                 break
         self.steps = max(status.steps for status in statuses)
+        self._steps_before_epoch = self.steps
         self._has_warned = False
 
-    def _take_part(self, progress, *, weights=None, is_forced=False):
+    def _take_part(
+        self,
+        progress,
+        *,
+        weights=None,
+        is_forced=False,
+        gathers=agreement.NOTHING,
+        give=None,
+    ):
         """Tells all workers how far this one is, and averages if one wants to.
 
         Returns:
-            List of the `Status` of each worker before the round.
+            List of the `Status` of each worker before the round, and list of
+            the bytes that one of them wanted to gather.
         """
         seen = self._strategy.training_progress()
         if weights is None:
@@ -311,38 +513,65 @@ class ParameterAverager(tf.train.experimental.PythonState):
         else:
             counted = self._check_weights(weights)
         self._prepare_round()
-        is_finite, extremes = self._round.replica_state()
-        sick_replica, sick_variable = agreement.first_sick(is_finite, counted)
-        status = agreement.Status(
+        status, is_healthy = self._status(
+            counted,
             progress=progress,
-            steps=self.steps,
-            num_replicas=len(counted),
-            weight=float(sum(counted)),
             wants_round=is_forced or seen.steps != self._seen.steps,
-            sick_replica=sick_replica,
-            sick_variable=sick_variable,
-            extremes=extremes,
+            gathers=gathers,
         )
         statuses = status.exchange(self._communicator)
         if not self._has_warned:
             self._has_warned = agreement.warn_of_idle_workers(statuses)
         if any(s.wants_round for s in statuses):
+            counted = np.multiply(counted, is_healthy).tolist()
             total = sum(s.weight for s in statuses)
             if not total and weights is None:
-                counted = [1] * len(counted)
+                counted = [int(healthy) for healthy in is_healthy]
                 total = sum(s.num_replicas for s in statuses)
-            shares = mean.shares(counted, total)
-            agreement.check_health(
-                statuses, [rule.path for rule in self._round.travelling]
-            )
-            extremes = agreement.extremes(
-                statuses, self._round.agrees_on_floats
-            )
-            self._round.run(shares, extremes)
+            self._run_round(statuses, counted, total)
             self._seen = seen
-            self._is_pending = False
-            self.rounds += 1
-        return statuses
+        return statuses, self._give(statuses, give)
+
+    def _status(self, counted, **what):
+        """This worker's `Status`, and which of its replicas may count."""
+        is_finite, extremes = self._round.replica_state()
+        is_sick = agreement.find_sick(is_finite, counted)
+        places = np.argwhere(is_sick)
+        replica, variable = places[0].tolist() if len(places) else (-1, -1)
+        # What is kept local can adopt no mean.
+        can_adopt = not is_sick[:, len(self._round.travelling) :].any()
+        is_excluded = is_sick.any(axis=1) & can_adopt
+        is_excluded &= self._on_non_finite == "exclude"
+        status = agreement.Status(
+            steps=self.steps,
+            num_replicas=int(np.sum(~is_excluded)),
+            weight=float(np.sum(np.multiply(counted, ~is_excluded))),
+            sick_replica=replica,
+            sick_variable=variable,
+            num_excluded=int(np.sum(is_excluded)),
+            extremes=extremes,
+            **what,
+        )
+        return status, ~is_excluded
+
+    def _run_round(self, statuses, counted, total):
+        paths = [rule.path for rule in self._round.checked]
+        agreement.check_health(statuses, paths)
+        self.excluded += agreement.warn_of_excluded(statuses, paths)
+        extremes = agreement.extremes(statuses, self._round.agrees_on_floats)
+        self._round.run(mean.shares(counted, total), extremes)
+        self._is_pending = False
+        self.rounds += 1
+
+    def _give(self, statuses, give):
+        """Gathers what another worker or this one wanted to."""
+        kind = max(status.gathers for status in statuses)
+        if kind == agreement.NOTHING:
+            return []
+        if give is None:
+            is_of_states = kind == agreement.STATES
+            give = self.replica_state if is_of_states else bytes
+        return self._communicator.all_gather_bytes(give(), f"{kind}: ")
 
     def _check_weights(self, weights):
         num_replicas = len(self._seen.rows)
@@ -380,7 +609,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             )
             travelling = state.travelling_rules(self._rules)
             references = self._communicator.broadcast(
-                [_as_read(rule) for rule in travelling]
+                [replica_state.as_read(rule) for rule in travelling]
             )
         self._make_round(references)
 
@@ -391,7 +620,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
     def _description(self):
         """One line for each thing that must be the same on every worker."""
         return [
-            f"{self._schedule}, slots={self._slots!r}",
+            f"{self._schedule}, slots={self._slots!r}, "
+            f"on_non_finite={self._on_non_finite!r}",
             *map(optimizer_parts.describe, self._optimizers),
             *(
                 f"{rule.path} {rule.rule} {rule.copies[0].dtype.name} "
@@ -414,6 +644,18 @@ def check_strategy(strategy):
         )
 
 
+def check_non_finite(on_non_finite):
+    """Raises a ValueError unless it is a rule for what is not finite."""
+    if on_non_finite not in NON_FINITE_RULES:
+        raise ValueError(
+            "`on_non_finite` must be one of "
+            f"{', '.join(map(repr, NON_FINITE_RULES))}, what a round does with "
+            "replicas that are not finite. Received: "
+            f'on_non_finite={on_non_finite!r}. Pass on_non_finite="raise" to '
+            "stop every worker."
+        )
+
+
 def _check_variables(variables):
     if not variables:
         raise ValueError(
@@ -430,21 +672,3 @@ def _check_eager():
             "`tf.function`. Received: a call while a function was being "
             "traced. Call the averager after the traced training step."
         )
-
-
-def _is_given_by_chief(rule, is_first):
-    """Whether a start replaces a variable by the chief's."""
-    if not rule.copies or rule.kind == "other":
-        return False
-    # What stays local in rounds is made equal once, not in a second `fit`.
-    return is_first or rule.rule != "keep" or rule.kind == "learning rate"
-
-
-def _as_read(rule):
-    """A variable's value as seen from outside a replica."""
-    if not rule.travels:
-        return rule.copies[0].read_value()
-    first, *others = [copy.read_value() for copy in rule.copies]
-    share = 1 / len(rule.copies)
-    offset = mean.weighted_offset(others, first, [share] * len(others))
-    return tf.cast(tf.cast(first, offset.dtype) + offset, first.dtype)

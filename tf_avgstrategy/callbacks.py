@@ -5,10 +5,14 @@ import math
 import keras
 import tensorflow as tf
 
+from tf_avgstrategy import agreement
 from tf_avgstrategy import averager as averagers
+from tf_avgstrategy import backups
+from tf_avgstrategy import fit_callbacks
 from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import schedules
 from tf_avgstrategy import state
+from tf_avgstrategy import worker_metrics
 
 __all__ = ["PeriodicAveraging"]
 
@@ -16,11 +20,20 @@ __all__ = ["PeriodicAveraging"]
 class PeriodicAveraging(keras.callbacks.Callback):
     """Averages parameters and optimizer slots over replicas during `fit`.
 
-    Rounds follow steps `period`, `2 * period`, ... of the training. One more
-    comes before each validation and at the end of `fit`, unless no step was
-    made since the last one. A step is a batch, or where the optimizer
-    accumulates gradients, an update. Steps are counted on over several calls
-    of `fit` with the same callback.
+    Rounds follow steps `period`, `2 * period`, ... of the training. One more,
+    unless no step was made since the last one, comes before whoever looks:
+    validation, the end of an epoch and of `fit`, `ModelCheckpoint` and
+    `BackupAndRestore` with `save_freq=n`. The order of callbacks does not
+    matter. A step is a batch, or where the optimizer accumulates gradients, an
+    update. Steps are counted from the optimizer's `iterations` on, over several
+    calls of `fit` and in a model that was loaded from a file.
+
+    With several workers, logs, histories and what `evaluate` returns are those
+    over all rows of all workers, on each of them the same. Of callbacks that
+    write to one place (`ModelCheckpoint`, `CSVLogger`, `TensorBoard`) that of
+    the lowest rank runs, see also `chief_only`. `BackupAndRestore` is read and
+    written by the chief, for all, and holds all that a training needs to go on
+    as if it had not stopped.
 
     The model and its optimizer must be made inside the scope of a
     `ParameterAveragingStrategy`. With one replica a round changes no bit.
@@ -39,6 +52,10 @@ class PeriodicAveraging(keras.callbacks.Callback):
         overrides: Dict from regular expression to rule, for variables whose
             path it is found in. `{"embedding": "keep"}` leaves each replica
             its own embeddings and their slots. `describe()` lists all paths.
+        on_non_finite: What a round does if parameters or slots of a replica
+            are not finite. "raise": a FloatingPointError on every worker.
+            "exclude": the replica does not count and adopts the others' mean;
+            the epoch's logs hold the number of these as `"excluded"`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -64,18 +81,45 @@ class PeriodicAveraging(keras.callbacks.Callback):
         2019, https://arxiv.org/abs/1905.03817.
     """
 
-    def __init__(self, period, warmup_steps=0, slots="mean", overrides=None):
+    def __init__(
+        self,
+        period,
+        warmup_steps=0,
+        slots="mean",
+        overrides=None,
+        on_non_finite="raise",
+    ):
         super().__init__()
         schedules.Periodic(period, warmup_steps)
         state.check_slots(slots)
+        averagers.check_non_finite(on_non_finite)
         self.period = period
         self.warmup_steps = warmup_steps
         self.slots = slots
         self.overrides = overrides
+        self.on_non_finite = on_non_finite
         self.averager = None
+        self.moments = fit_callbacks.SaveMoments(())
+        self.batch_steps = 0
         self._steps_seen = 0
-        self._has_begun = False
+        self._excluded_before = 0
+        self._is_arranged = False
         self._is_epoch_open = False
+
+    def get_config(self):
+        """Returns the arguments as a dict, for `from_config`."""
+        return {
+            "period": self.period,
+            "warmup_steps": self.warmup_steps,
+            "slots": self.slots,
+            "overrides": self.overrides,
+            "on_non_finite": self.on_non_finite,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        """Makes a callback of what `get_config` returned."""
+        return cls(**config)
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what.
@@ -98,40 +142,82 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self.averager = None
         super().set_model(model)
 
+    def arrange(self, model, callbacks, arguments):
+        """Prepares a `fit`, before it begins.
+
+        Args:
+            model: `keras.Model`.
+            callbacks: List of the `keras.callbacks.Callback` of this `fit`.
+            arguments: Dict, the arguments of `fit`.
+
+        Returns:
+            The list of callbacks that Keras is to call.
+
+        Raises:
+            ValueError: If the workers' arguments do not fit together, or
+                another callback of this kind is among them.
+        """
+        self._check_alone(callbacks)
+        communicator = model.distribute_strategy.communicator
+        rank, gather = communicator.rank, communicator.all_gather_strings
+        fit_callbacks.check_same_fit(arguments, gather)
+        others, backup, save_freq = backups.take_out(
+            [callback for callback in callbacks if callback is not self],
+            rank=rank,
+            gather_strings=gather,
+        )
+        others, counters = fit_callbacks.arrange_writers(
+            others, rank=rank, gather_strings=gather
+        )
+        if isinstance(save_freq, int):
+            counters.append((save_freq, 0))
+        self.moments = fit_callbacks.SaveMoments(counters)
+        self._is_arranged = True
+        last = backups.AfterOthers(self, others, backup, save_freq)
+        return [self, *others, last]
+
     def on_train_begin(self, logs=None):
-        self._check_alone()
+        self._is_epoch_open = False
         self._check_steps_per_execution()
         self.model.distribute_strategy.check_environment()
         _move_new_optimizer_into_scope(self.model)
-        self._prepare_averager(optimizer_parts.find_optimizers(self.model))
         _compile_per_replica(self.model)
-        # Keras distributes validation data before it says that validation
-        # begins, and workers exchange for that, too.
-        self.model.distribute_strategy.extended.before_sharding = (
-            self._end_epoch
-        )
         # A `fit` that failed may have left it on.
         self.model.distribute_strategy.count_all_runs(False)
+        # Keras distributes validation data before it says that validation
+        # begins, and workers exchange for that, too.
+        self.model.distribute_strategy.extended.fit_in_progress = self
+        if not self._is_arranged:
+            # Hooks that a loop of the user's calls.
+            self.begin()
+
+    def begin(self):
+        """Gives all workers the chief's state, once nobody changes it more."""
+        self._prepare_averager(optimizer_parts.find_optimizers(self.model))
         self._steps_seen = self._num_steps_run()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._has_begun = True
         self._is_epoch_open = True
+        self._excluded_before = self.averager.excluded
 
     def on_train_batch_begin(self, batch, logs=None):
         self._is_epoch_open = True
         self.model.distribute_strategy.count_all_runs(True)
 
     def on_train_batch_end(self, batch, logs=None):
-        self._count_steps()
+        self.batch_steps = self._count_steps()
+        if self.moments.advance(self.batch_steps):
+            self.averager.average_if_stepped()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._end_epoch()
+        self.close_epoch()
+        if self.on_non_finite == "exclude" and logs is not None:
+            logs["excluded"] = self.averager.excluded - self._excluded_before
 
     def on_test_begin(self, logs=None):
         # In `fit` validation comes before `on_epoch_end`.
         if self._is_epoch_open:
-            self._end_epoch()
+            self.close_epoch()
         else:
             self._average_if_stepped()
 
@@ -150,8 +236,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
         if self.averager.keeps_local("ema"):
             self.averager.average()
         self._is_epoch_open = False
-        self.model.distribute_strategy.extended.before_sharding = lambda: None
-        self.params.pop("averaging", None)
+        self._is_arranged = False
+        self.model.distribute_strategy.extended.fit_in_progress = None
 
     def _prepare_averager(self, optimizers):
         variables = self.model.variables
@@ -168,16 +254,29 @@ class PeriodicAveraging(keras.callbacks.Callback):
             warmup_steps=self.warmup_steps,
             slots=self.slots,
             overrides=self.overrides,
+            on_non_finite=self.on_non_finite,
         )
         if last is not None:
-            self.averager.steps, self.averager.rounds = last.steps, last.rounds
+            self.averager.go_on_counting(last)
+        self.averager.keep_also(self._metric_copies)
 
-    def _end_epoch(self):
+    def _metric_copies(self):
+        copies = worker_metrics.metric_copies(self.model)
+        return {f"metric{place}": of_one for place, of_one in enumerate(copies)}
+
+    def close_epoch(self):
+        """Waits until all workers are done with the epoch, and averages."""
+        if self.averager is None:
+            return
         # Keras 3.5 ends no batch if the data ends within an execution.
         self._count_steps()
         if self._is_epoch_open:
             self._is_epoch_open = False
             self.averager.end_epoch()
+
+    def gather_metrics(self, data):
+        """Gathers the bytes of all workers, of those that are done b""."""
+        return self.averager.gather(data, agreement.METRICS)
 
     def _num_steps_run(self):
         return self.model.distribute_strategy.training_progress().steps
@@ -188,8 +287,9 @@ class PeriodicAveraging(keras.callbacks.Callback):
         # short for.
         self.model.distribute_strategy.count_all_runs(False)
         steps = self._num_steps_run()
-        self.averager.step(steps - self._steps_seen)
-        self._steps_seen = steps
+        new_steps, self._steps_seen = steps - self._steps_seen, steps
+        self.averager.step(new_steps)
+        return new_steps
 
     def _average_if_stepped(self):
         if self.averager is None:
@@ -197,22 +297,15 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._count_steps()
         return self.averager.average_if_stepped()
 
-    def _check_alone(self):
-        # Keras hands one dict of parameters to all callbacks of one `fit`.
-        # Where a `fit` failed, the mark of a list that is used again is ours.
-        if self.params is None:
-            self.params = {}
-        other = self.params.get("averaging")
-        if other is not None and (other is not self or not self._has_begun):
+    def _check_alone(self, callbacks):
+        ours = [c for c in callbacks if isinstance(c, PeriodicAveraging)]
+        if len(ours) > 1:
             raise ValueError(
                 "There must be one `PeriodicAveraging` in a `fit`, two would "
                 "average twice. Received: one of "
-                f"period={other.period} and one of period={self.period}. "
+                f"period={ours[0].period} and one of period={ours[1].period}. "
                 "Remove one of them from `callbacks`."
             )
-        self.params["averaging"] = self
-        self._has_begun = False
-        self._is_epoch_open = False
 
     def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution

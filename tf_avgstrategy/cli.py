@@ -198,6 +198,14 @@ def _launch_options():
         "that fails.",
         flag_values=options,
     )
+    flags.DEFINE_integer(
+        "max_restarts",
+        0,
+        "How often all workers are started again after one has failed. With "
+        "BackupAndRestore training goes on from the last backup.",
+        lower_bound=0,
+        flag_values=options,
+    )
     return _allow_dashes(options)
 
 
@@ -213,6 +221,7 @@ def _launch(options, script):
             devices_per_worker=options.devices_per_worker,
             communicator=options.communicator,
             quiet=options.quiet_workers,
+            max_restarts=options.max_restarts,
         )
     except (launcher.LaunchError, ImportError) as error:
         print(f"tf-avgstrategy launch: {error}", file=sys.stderr)

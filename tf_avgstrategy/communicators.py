@@ -77,6 +77,11 @@ class Communicator(abc.ABC):
         self._failure = None
         self._lock = threading.Lock()
 
+    @property
+    def is_usable(self):
+        """Bool, whether no exchange has failed and it was not closed."""
+        return self._failure is None
+
     def all_reduce_sum(self, tensors, is_agreed=False):
         """Sums tensors over all workers.
 
@@ -148,6 +153,19 @@ class Communicator(abc.ABC):
             np.frombuffer(p, array.dtype).reshape(array.shape) for p in parts
         ]
         return np.stack(rows)
+
+    def all_gather_bytes(self, data, purpose=""):
+        """Returns the list of each worker's bytes, by rank.
+
+        Args:
+            data: Bytes of any length, on each worker others.
+            purpose: String, on every worker the same, see `all_gather`.
+
+        Raises:
+            WorkerLostError: If a worker does not take part in time.
+            RuntimeError: If workers make different calls.
+        """
+        return self._gather_bytes(data, f"{purpose}bytes")
 
     def all_gather_strings(self, text):
         """Returns the list of each worker's string, by rank.

@@ -56,8 +56,9 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
     ):
         self.communicator = communicator
         self._replicas_of_workers = [1]
-        # What has to be done before workers agree on a dataset.
-        self.before_sharding = lambda: None
+        # The `PeriodicAveraging` of a `fit` that goes on.
+        self.fit_in_progress = None
+        self.has_warned_of_no_averaging = False
         super().__init__(
             container_strategy,
             devices=devices,
@@ -83,6 +84,16 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         """Returns the `TrainingProgress` of the local replicas."""
         steps, rows = self._progress.numpy().T.tolist()
         return TrainingProgress(steps=max(steps), rows=tuple(rows))
+
+    @property
+    def all_replicas(self):
+        """List of ints, the number of replicas of each worker."""
+        return list(self._replicas_of_workers)
+
+    @property
+    def num_replicas(self):
+        """Int, the replicas of all workers."""
+        return sum(self._replicas_of_workers)
 
     def count_all_runs(self, is_counting):
         """Says whether each run is a training step, whatever it writes."""
@@ -125,7 +136,9 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
     def _experimental_distribute_dataset(self, dataset, options):
         if self.communicator.size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
-        self.before_sharding()
+        if self.fit_in_progress is not None:
+            # Workers must be at the same place to agree on a dataset.
+            self.fit_in_progress.close_epoch()
         sharded = sharding.shard(
             dataset,
             replicas=self._replicas_of_workers,

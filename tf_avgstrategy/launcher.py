@@ -32,6 +32,7 @@ def launch(
     devices_per_worker=None,
     communicator="collective",
     quiet=False,
+    max_restarts=0,
 ):
     """Runs a script on several workers of this machine until all have ended.
 
@@ -52,10 +53,14 @@ def launch(
             `ParameterAveragingStrategy`.
         quiet: Whether only the output of rank 0 is shown, and the last 20
             lines of a worker that fails.
+        max_restarts: Integer >= 0, how often all workers are started again
+            after one has failed. A script with `BackupAndRestore` then goes
+            on from its last backup. Not after a signal to the launcher.
 
     Returns:
-        Int, the exit code: 0, that of the worker that failed first (128 + n
-        for signal n), or 128 + n after SIGINT or SIGTERM to the launcher.
+        Int, the exit code of the last start: 0, that of the worker that failed
+        first (128 + n for signal n), or 128 + n after SIGINT or SIGTERM to the
+        launcher.
 
     Raises:
         LaunchError: If an argument cannot be, or there are too few GPUs.
@@ -66,12 +71,25 @@ def launch(
     if devices_per_worker is not None:
         _check_count("devices_per_worker", devices_per_worker)
     _check_communicator(communicator)
+    _check_count("max_restarts", max_restarts, at_least=0)
     devices = _device_environments(num_workers, devices_per_worker)
-    with _cluster_environments(num_workers, communicator) as environments:
-        for environment, device in zip(environments, devices):
-            environment.update(device)
-        command = [sys.executable, "-u", *script]
-        return worker_processes.run(command, environments, quiet)
+    command = [sys.executable, "-u", *script]
+    for restarts in range(max_restarts + 1):
+        if restarts:
+            print(
+                f"tf-avgstrategy: starting all workers again, {restarts} of at "
+                f"most {max_restarts} times",
+                file=sys.stderr,
+                flush=True,
+            )
+        # Ports and Horovod's rendezvous are those of one start.
+        with _cluster_environments(num_workers, communicator) as environments:
+            for environment, device in zip(environments, devices):
+                environment.update(device)
+            ended = worker_processes.run(command, environments, quiet)
+        if not ended.has_failed:
+            break
+    return ended.exit_code
 
 
 def _check_script(script):
@@ -86,11 +104,11 @@ def _check_script(script):
         )
 
 
-def _check_count(name, count):
-    if not isinstance(count, int) or count < 1:
+def _check_count(name, count, at_least=1):
+    if not isinstance(count, int) or count < at_least:
         raise LaunchError(
-            f"`{name}` must be an integer >= 1. Received: {name}={count!r}. "
-            "Pass 1 for the least."
+            f"`{name}` must be an integer >= {at_least}. Received: "
+            f"{name}={count!r}. Pass {at_least} for the least."
         )
 
 

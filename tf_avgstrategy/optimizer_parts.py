@@ -17,6 +17,7 @@ __all__ = [
     "holds_half_gradients",
     "is_in_scope",
     "parts",
+    "steps_made",
 ]
 
 
@@ -128,3 +129,15 @@ def parts(optimizer):
     for part in inner:
         if part is not None:
             yield from parts(part)
+
+
+def steps_made(optimizers):
+    """Returns the training steps that optimizers have counted, 0 for none."""
+    return max(
+        (
+            int(part._iterations.numpy())
+            for o in optimizers
+            for part in parts(o)
+        ),
+        default=0,
+    )

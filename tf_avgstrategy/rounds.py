@@ -31,6 +31,16 @@ class Round:
         self._rules = rules
         self._agreeing = [rule for rule in rules if rule.rule in _AGREEING]
         self._travelling = state.travelling_rules(rules)
+        # Of what stays local, NaN does not spread. But it must not be saved.
+        known = {id(rule.copies[0]) for rule in self._travelling}
+        self._kept = [
+            rule
+            for rule in rules
+            if rule.rule == "keep"
+            and rule.copies
+            and rule.copies[0].dtype.is_floating
+            and id(rule.copies[0]) not in known
+        ]
         self._places = {
             id(rule.copies[0]): place
             for place, rule in enumerate(self._travelling)
@@ -57,6 +67,16 @@ class Round:
         return self._travelling
 
     @property
+    def checked(self):
+        """List of the `StateRule` of what must be finite: also what is kept."""
+        return self._travelling + self._kept
+
+    @property
+    def references(self):
+        """List of tensors, what the last round left of what travels."""
+        return [reference.read_value() for reference in self._references]
+
+    @property
     def agrees_on_floats(self):
         """List of A bools: which of those variables are floating point."""
         return [rule.copies[0].dtype.is_floating for rule in self._agreeing]
@@ -66,7 +86,7 @@ class Round:
 
         Returns:
             Two NumPy arrays. Bool of shape `[R, T]`: whether each of the T
-            travelling variables is finite on each of the R local replicas.
+            variables of `checked` is finite on each of the R local replicas.
             Int64 of shape `[A, 2]`: the smallest and the largest value on the
             local replicas of the A variables that replicas agree on. Those of
             floating point variables are float64 numbers of which int64 is
@@ -122,7 +142,7 @@ class Round:
     def _state(self):
         is_finite = [
             tf.stack([_is_finite(copy) for copy in rule.copies])
-            for rule in self._travelling
+            for rule in self.checked
         ]
         extremes = [_extremes(rule.copies) for rule in self._agreeing]
         return (

@@ -10,6 +10,7 @@ from tf_avgstrategy import cluster as clusters
 from tf_avgstrategy import collective_communicator
 from tf_avgstrategy import communicators
 from tf_avgstrategy import horovod_communicator
+from tf_avgstrategy import lost_exit
 
 __all__ = [
     "CHOICES",
@@ -64,6 +65,7 @@ def make_communicator(choice, *, timeout_seconds, start_timeout_seconds):
         "timeout_seconds": timeout_seconds,
         "start_timeout_seconds": start_timeout_seconds,
     }
+    lost_exit.exit_with_lost_code()
     if choice not in _started:
         _started[choice] = (
             collective_communicator.CollectiveCommunicator(cluster, **limits)

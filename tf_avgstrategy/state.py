@@ -58,6 +58,7 @@ class StateRule(NamedTuple):
             "variance", of the scale of a "loss scale counter", of the
             iterations of an "accumulator". Else ().
         initial_value: Float, what "reset" assigns.
+        variable: The `tf.Variable` that all copies are of.
     """
 
     path: str
@@ -66,6 +67,7 @@ class StateRule(NamedTuple):
     copies: tuple
     partner: tuple = ()
     initial_value: float = 0.0
+    variable: object = None
 
     @property
     def travels(self):
@@ -108,6 +110,7 @@ def state_rules(variables, optimizers, *, slots, overrides):
             copies=replica_variables.replica_copies(item.variable) or (),
             partner=replica_variables.replica_copies(item.partner) or (),
             initial_value=item.initial_value,
+            variable=replica_variables.raw(item.variable),
         )
         for item in found
     ]

@@ -5,6 +5,7 @@ from absl import logging
 from tensorflow.python.ops import control_flow_util
 
 from tf_avgstrategy import independent_replicas
+from tf_avgstrategy import keras_hooks
 from tf_avgstrategy import startup
 
 __all__ = ["ParameterAveragingStrategy"]
@@ -101,6 +102,7 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         )
         # Not MirroredStrategy.__init__, which makes a MirroredExtended.
         tf.distribute.Strategy.__init__(self, extended)
+        keras_hooks.install()
         logging.info("%s", self.describe())
 
     @property

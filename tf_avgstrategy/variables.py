@@ -4,12 +4,15 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.distribute import values_util
+from tensorflow.python.trackable import base as trackable
 
 __all__ = [
     "ReplicaLocalVariable",
     "ReplicaSeedVariable",
+    "all_copies",
     "as_replica_local",
     "is_seed_name",
+    "is_summed",
     "raw",
     "replica_copies",
     "seed_offset",
@@ -31,6 +34,17 @@ class ReplicaLocalVariable(values.MirroredVariable):
     for any other; a write goes to every copy.
     """
 
+    # What each copy gets in place of the value of a checkpoint that is being
+    # restored, a list of tensors.
+    restored_copies = None
+
+    def _gather_saveables_for_checkpoint(self):
+        return {
+            trackable.VARIABLE_VALUE_KEY: lambda name: _Saveable(
+                self, self._primary, name
+            )
+        }
+
     def _mean(self):
         first, *others = [v.read_value() for v in self._values]
         if not others or not self.dtype.is_floating:
@@ -43,6 +57,12 @@ class ReplicaLocalVariable(values.MirroredVariable):
             offsets = [tf.cast(v, dtype) - first for v in others]
             mean = first + tf.add_n(offsets) / len(self._values)
             return tf.cast(mean, self.dtype)
+
+    def __float__(self):
+        return float(self.numpy())
+
+    def __int__(self):
+        return int(self.numpy())
 
     def _is_read_as_mean(self):
         return (
@@ -92,6 +112,23 @@ class ReplicaSeedVariable(ReplicaLocalVariable):
         extended = self._distribute_strategy.extended
         stride = seed_offset(extended.global_replica_id(replica_id))
         return tf.constant([stride, 0], self.dtype)
+
+
+class _Saveable(values._MirroredSaveable):
+    """How a checkpoint takes a variable's value and gives it back."""
+
+    def restore(self, restored_tensors, restored_shapes):
+        del restored_shapes
+        variable = self._mirrored_variable
+        (value,) = restored_tensors
+        copies = variable.restored_copies
+        variable.restored_copies = None
+        if copies is None:
+            return variable.assign(value, read_value=False)
+        for copy, own in zip(variable.values, copies):
+            with tf.device(copy.device):
+                copy.assign(own, read_value=False)
+        return tf.no_op()
 
 
 def as_replica_local(variable, *, name):
@@ -145,3 +182,25 @@ def replica_copies(variable):
     if isinstance(variable, ReplicaLocalVariable):
         return tuple(variable.values)
     return None
+
+
+def all_copies(variable):
+    """Returns a variable's copies, also of a metric's state.
+
+    Args:
+        variable: A `keras.Variable` or a `tf.Variable`.
+
+    Returns:
+        A tuple of `tf.Variable`, one per local replica; of a variable that was
+        made outside of any strategy's scope itself alone.
+    """
+    variable = raw(variable)
+    if isinstance(variable, values.DistributedVariable):
+        return tuple(variable.values)
+    return (variable,)
+
+
+def is_summed(variable):
+    """Returns whether a metric's variable is the sum over its copies."""
+    aggregation = getattr(raw(variable), "aggregation", None)
+    return aggregation == tf.VariableAggregation.SUM

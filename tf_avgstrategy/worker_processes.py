@@ -15,7 +15,7 @@ import threading
 import time
 from typing import NamedTuple
 
-__all__ = ["run"]
+__all__ = ["Ended", "run"]
 
 _PASSED_ON = (
     signal.SIGINT,
@@ -43,6 +43,18 @@ for group in [int(line) for line in sys.stdin]:
 """
 
 
+class Ended(NamedTuple):
+    """How all workers have ended.
+
+    Attributes:
+        exit_code: Int, see `launcher.launch`.
+        has_failed: Bool, whether a worker failed by itself.
+    """
+
+    exit_code: int
+    has_failed: bool
+
+
 def run(command, environments, quiet):
     """Runs a command once for each environment until all have ended.
 
@@ -54,7 +66,7 @@ def run(command, environments, quiet):
         quiet: Whether to show only the output of rank 0.
 
     Returns:
-        Int, the exit code. See `launcher.launch`.
+        `Ended`.
     """
     events = queue.SimpleQueue()
     output = _Output(sys.stdout, sys.stderr, quiet)
@@ -64,7 +76,7 @@ def run(command, environments, quiet):
         outcome = _supervise(crew, events)
     # Only now: the last words of the worker that failed have been read.
     output.report(outcome)
-    return outcome.exit_code
+    return Ended(outcome.exit_code, outcome.failure is not None)
 
 
 class _Exit(NamedTuple):

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 
-import keras
 import numpy as np
 import toys
 
@@ -40,8 +39,7 @@ def main(how, path):
         model = toys.slope_model(toys.sgd(momentum=0.5))
     state = []
 
-    def on_step(batch, logs):
-        step = batch + 1
+    def on_step(step):
         print(f"step {step}", flush=True)
         state[:] = [v.numpy() for v in model.variables]
         if strategy.is_chief:
@@ -54,6 +52,11 @@ def main(how, path):
                 communicator._reduce = lambda tensors: lose_oneself(how)
         time.sleep(0.05)
 
+    class Averaging(avg.PeriodicAveraging):
+        def on_train_batch_end(self, batch, logs=None):
+            on_step(batch + 1)
+            super().on_train_batch_end(batch, logs)
+
     x, y = toys.slope_rows(
         STEPS, (toys.ROW_A, toys.ROW_B, toys.ROW_B)[: communicator.size]
     )
@@ -63,11 +66,8 @@ def main(how, path):
             x,
             y,
             batch_size=communicator.size,
-            callbacks=[
-                # Before the round of the step.
-                keras.callbacks.LambdaCallback(on_train_batch_end=on_step),
-                avg.PeriodicAveraging(PERIOD),
-            ],
+            # What it does comes before the round of the step.
+            callbacks=[Averaging(PERIOD)],
         )
     except avg.WorkerLostError as error:
         for variable, value in zip(model.variables, state):

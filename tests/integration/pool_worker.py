@@ -12,7 +12,8 @@ def main(connection, environment, output):
 
     Args:
         connection: Of it, (function, arguments, keywords) come, and to it go
-            (text of an error or None, value).
+            (text of an error or None, value). The function is a name in
+            `scenarios`, or "module:name".
         environment: Dict, this process' environment.
         output: String, the file that takes what is printed.
     """
@@ -22,14 +23,12 @@ def main(connection, environment, output):
     _print_to(output)
     faulthandler.enable()
     _make_devices()
-    # Here, because it must come after the environment.
-    scenarios = importlib.import_module("scenarios")
     while True:
         try:
             function, arguments, keywords = connection.recv()
         except EOFError:
             return
-        connection.send(_answer(scenarios, function, arguments, keywords))
+        connection.send(_answer(function, arguments, keywords))
 
 
 def _print_to(path):
@@ -49,12 +48,16 @@ def _make_devices():
     )
 
 
-def _answer(scenarios, function, arguments, keywords):
+def _answer(function, arguments, keywords):
     import keras
+
+    module, _, name = function.rpartition(":")
 
     keras.utils.set_random_seed(0)
     try:
-        return None, getattr(scenarios, function)(*arguments, **keywords)
+        # Here, because it must come after the environment.
+        scenarios = importlib.import_module(module or "scenarios")
+        return None, getattr(scenarios, name)(*arguments, **keywords)
     except Exception:  # noqa: BLE001 - the test raises it.
         return traceback.format_exc(), None
     finally:

@@ -538,6 +538,12 @@ def rows_of_arrays(rows, replicas):
 
 
 def uneven_messages(batches):
+    messages = messages_of(lambda: uneven(batches, period=2))
+    return [m for m in messages if "ran out" in m]
+
+
+def messages_of(call):
+    """The warnings that are logged in a call."""
     messages = []
 
     class Handler(python_logging.Handler):
@@ -547,9 +553,11 @@ def uneven_messages(batches):
     handler = Handler(python_logging.WARNING)
     logger = python_logging.getLogger("absl")
     logger.addHandler(handler)
-    uneven(batches, period=2)
-    logger.removeHandler(handler)
-    return [m for m in messages if "ran out" in m]
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return messages
 
 
 def start_differently():

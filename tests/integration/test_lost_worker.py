@@ -1,10 +1,13 @@
 """FAIL-01: a lost worker is an error with its name on every other one."""
 
+import re
 import time
 
 import keras
 import processes
 import pytest
+
+from tf_avgstrategy import lost_exit
 
 # The limit of an exchange; 3 s for who does not answer; and what a busy machine
 # takes longer.
@@ -23,9 +26,11 @@ def test_fail_01_a_lost_worker_is_named_in_time(communicator, how, tmp_path):
         first.wait_for("as before the round")
         assert time.monotonic() - start < LIMIT_SECONDS
         (code,) = job.wait(60, ranks=[0])
-        assert code not in (0, None)
+        assert code == lost_exit.LOST_EXIT_CODE
         text = first.text()
         assert "WorkerLostError" in text
+        (advice,) = re.findall("^tf-avgstrategy: .*", text, re.M)
+        assert "Start all workers of the job again" in advice
         assert "worker 1" in text.partition("did not answer")[0], text
         assert "as before the round; lost: (1,)" in text
     # The last file is whole.
@@ -42,7 +47,7 @@ def test_fail_01_every_other_worker_names_it(communicator, tmp_path):
         communicator=communicator,
     ) as job:
         codes = job.wait(90)
-        assert all(codes)
+        assert codes[:2] == [lost_exit.LOST_EXIT_CODE] * 2
         for worker in job.workers[:2]:
             # The other survivor may have left already.
             assert "as before the round; lost: (" in worker.text()

@@ -1,0 +1,114 @@
+"""Metrics, callbacks and files of two workers: CKPT and METR cases."""
+
+import observers
+import pytest
+
+
+def test_metr_01_validation_is_weighted_by_rows(pool, tmp_path):
+    # (100 * 1 + 10 * 2) / 110, in float32.
+    expected = pytest.approx(120 / 110, rel=1e-7)
+    first, second = pool.run(
+        "observers:validate_with_unequal_shards", str(tmp_path)
+    )
+    assert first == second
+    assert first["history"] == first["seen"] == [expected]
+    assert first["file"] == first["evaluate"] == expected
+
+
+def test_metr_02_callbacks_on_the_chief_alone_change_nothing(pool, tmp_path):
+    run = "observers:observe_on_the_chief_alone"
+    weights = pool.run(run, str(tmp_path), "callbacks")
+    assert weights == [5.555423736572265625] * 2
+    assert (tmp_path / "model.keras").exists()
+
+
+def test_metr_02_validation_data_on_the_chief_alone(pool, tmp_path):
+    run = "observers:observe_on_the_chief_alone"
+    for error in pool.run(run, str(tmp_path), "validation"):
+        assert "worker 0 with validation data, worker 1 without" in error
+
+
+def test_metr_03_all_workers_decide_the_same(pool, tmp_path):
+    losses = [[1.0, 0.9, 0.8, 0.7], [1.0, 1.2, 1.4, 1.6]]
+    first, second = pool.run(
+        "observers:decide_on_validation", str(tmp_path), losses
+    )
+    assert first == second
+    assert first["val_loss"] == pytest.approx([1.0, 1.05], rel=1e-7)
+    assert first["rates"] == [0.125, 0.125]
+    assert first["learning_rate"] == 0.0625
+    assert [path.name for path in tmp_path.iterdir()] == ["1.keras"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_metrics_are_those_of_one_device(pool, replicas):
+    rows = 45
+    one_device = observers.evaluate_on_one_device(rows)
+    results = pool.run("observers:evaluate_many_metrics", rows, replicas)
+    assert results[0] == results[1]
+    in_fit, evaluated = results[0]
+    assert set(evaluated) == set(one_device)
+    for key, expected in one_device.items():
+        # Float32 sums in another order; counts are exact.
+        tolerance = 0 if key == "mistakes" else 1e-6
+        assert evaluated[key] == pytest.approx(expected, rel=tolerance)
+        assert in_fit[f"val_{key}"] == evaluated[key]
+        # The weights do not change while training.
+        assert in_fit[key] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"), [(1, 16 * 25 / 2), (2, 16 * 174 / 4)]
+)
+def test_what_an_own_step_returns_is_the_mean(pool, replicas, expected):
+    # Of the last batch, rows 3 and 4 or 5 to 8: 16 times their squares.
+    results = pool.run("observers:train_by_an_own_step", replicas)
+    assert results == [[expected]] * 2
+
+
+def test_ckpt_01_three_workers_save_to_one_path(pools, communicator, tmp_path):
+    pool = pools(3, communicator)
+    results = pool.run("observers:save_on_all_workers", str(tmp_path), 3)
+    for weights in results:
+        for own, saved in weights:
+            assert own == saved == results[0][0][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "user"])
+def test_ckpt_04_a_loaded_model_is_averaged(pool, kind, tmp_path):
+    results = pool.run(
+        "observers:go_on_from_a_file", str(tmp_path), kind, with_callback=True
+    )
+    for straight, loaded, messages in results:
+        assert loaded == straight == results[0][0]
+        assert messages == []
+        if kind != "adam":
+            assert loaded == 5.44140625
+
+
+def test_ckpt_04_without_the_callback_there_is_a_warning(pool, tmp_path):
+    results = pool.run(
+        "observers:go_on_from_a_file",
+        str(tmp_path),
+        "sgd",
+        with_callback=False,
+    )
+    for (_, loaded, messages), drifted in zip(results, [2.8828125, 8.0]):
+        assert loaded == drifted
+        (message,) = messages
+        assert "averages nothing" in message
+
+
+def test_all_callbacks_together(pool, tmp_path):
+    first, second = pool.run("observers:all_callbacks_together", str(tmp_path))
+    assert first["decisions"] == second["decisions"]
+    assert first["bits"] == second["bits"]
+    # Stopped early, after the learning rate was halved.
+    assert 2 < first["epochs"] < 6
+    assert first["decisions"][-1][1] < 0.05 * 0.9 ** first["epochs"] * 0.6
+    weights = [f"every_{n + 1}.weights.h5" for n in range(first["epochs"])]
+    # The backup is gone, as training came to its end.
+    assert first["files"] == sorted(["best.keras", "log.csv", *weights])
+    # TensorBoard writes one for training and one for validation.
+    assert first["boards"] == 2

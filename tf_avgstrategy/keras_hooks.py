@@ -1,0 +1,110 @@
+"""Hooks in Keras: what `fit` and `evaluate` do under this library's strategy.
+
+Keras has no callback that sees the arguments of `fit`, nor one that comes
+before an epoch's metrics are computed, and a script that saves at its end does
+so on every worker. Methods of `keras.Model` are wrapped for that, once. Models
+under any other strategy go straight through.
+"""
+
+import functools
+import inspect
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_avgstrategy import independent_replicas
+from tf_avgstrategy import worker_metrics
+
+__all__ = ["install"]
+
+_WRAPPED = "_tf_avgstrategy_wrapped"
+
+
+def install():
+    """Wraps methods of `keras.Model`, once."""
+    for name in ("save", "save_weights", "export"):
+        _wrap(name, _save)
+    _wrap("fit", _fit)
+    _wrap("_get_metrics_result_or_logs", _metrics_or_logs)
+
+
+def _wrap(name, hook):
+    original = getattr(keras.Model, name)
+    if hasattr(original, _WRAPPED):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self, *args, **kwargs):
+        extended = getattr(self.distribute_strategy, "extended", None)
+        if isinstance(extended, independent_replicas.IndependentReplicas):
+            return hook(original, extended, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(wrapper, _WRAPPED, True)
+    setattr(keras.Model, name, wrapper)
+
+
+def _fit(original, extended, model, *args, **kwargs):
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    given = bound.arguments.get("callbacks")
+    is_list = isinstance(given, keras.callbacks.CallbackList)
+    callbacks = given.callbacks if is_list else tf.nest.flatten(given or [])
+    averaging = [c for c in callbacks if hasattr(c, "arrange")]
+    if not averaging:
+        _warn_without_averaging(extended)
+        return original(*bound.args, **bound.kwargs)
+    arranged = averaging[0].arrange(model, callbacks, bound.arguments)
+    if is_list:
+        for callback in arranged:
+            if callback not in given.callbacks:
+                callback.set_model(model)
+                callback.set_params(given.params)
+        given.callbacks[:] = arranged
+    else:
+        bound.arguments["callbacks"] = arranged
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        # A `fit` that failed may have left it.
+        extended.fit_in_progress = None
+
+
+def _save(original, extended, model, *args, **kwargs):
+    communicator = extended.communicator
+    if communicator.rank == 0 or not communicator.is_usable:
+        # A worker that has lost the others saves what there is.
+        return original(model, *args, **kwargs)
+    logging.info(
+        "Worker %d leaves it to the chief to save the model, which is the same "
+        "on all workers. `keras.saving.save_model` saves here, too.",
+        communicator.rank,
+    )
+    return None
+
+
+def _warn_without_averaging(extended):
+    if extended.num_replicas > 1 and not extended.has_warned_of_no_averaging:
+        extended.has_warned_of_no_averaging = True
+        logging.warning(
+            "This `fit` under a `ParameterAveragingStrategy` with %d replicas "
+            "averages nothing: each replica trains a model of its own. Pass "
+            "`callbacks=[tf_avgstrategy.PeriodicAveraging(period=...)]`.",
+            extended.num_replicas,
+        )
+
+
+def _metrics_or_logs(original, extended, model, logs):
+    in_fit = extended.fit_in_progress
+    if in_fit is not None:
+        in_fit.close_epoch()
+    if extended.communicator.size == 1:
+        return original(model, logs)
+    gather = extended.communicator.all_gather_bytes
+    return worker_metrics.over_workers(
+        model,
+        logs,
+        functools.partial(original, model),
+        gather=gather if in_fit is None else in_fit.gather_metrics,
+        is_chief=extended.communicator.rank == 0,
+    )

@@ -1,0 +1,98 @@
+"""Snapshots: tensors and settings as bytes, and in a file that is whole."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import zipfile
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["pack", "read", "unpack", "write"]
+
+_FORMAT = 1
+
+
+def pack(header, tensors):
+    """Returns tensors and what belongs to them as bytes.
+
+    Args:
+        header: Dict that JSON can hold.
+        tensors: Dict from string to tensor or NumPy array, of any dtype.
+    """
+    arrays = {
+        name: np.frombuffer(tf.io.serialize_tensor(tensor).numpy(), np.uint8)
+        for name, tensor in tensors.items()
+    }
+    about = {
+        "format": _FORMAT,
+        "header": header,
+        "dtypes": {
+            name: tf.convert_to_tensor(tensor).dtype.name
+            for name, tensor in tensors.items()
+        },
+    }
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def unpack(data):
+    """Returns the header and the dict of tensors that were packed.
+
+    Raises:
+        ValueError: If the bytes are none of `pack`.
+    """
+    try:
+        with np.load(io.BytesIO(data)) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            if about["format"] != _FORMAT:
+                raise ValueError(f"format {about['format']}")
+            tensors = {
+                name: tf.io.parse_tensor(arrays[name].tobytes(), dtype)
+                for name, dtype in about["dtypes"].items()
+            }
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            "A snapshot must be one that this library wrote, in format "
+            f"{_FORMAT}. Received: {len(data)} bytes that are not "
+            f"({error}). Remove the file, or resume with the release that "
+            "wrote it."
+        ) from error
+    return about["header"], tensors
+
+
+def write(path, header, tensors):
+    """Writes a snapshot to a file, of which there is the old or the new one.
+
+    Also if the process is killed or the machine fails in the meantime.
+
+    Args:
+        path: String.
+        header: See `pack`.
+        tensors: See `pack`.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        file.write(pack(header, tensors))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    # The name is safe once its folder is.
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read(path):
+    """Returns what `write` wrote, or None if there is no such file."""
+    path = pathlib.Path(path)
+    return unpack(path.read_bytes()) if path.exists() else None
