@@ -61,7 +61,7 @@ MAY_IMPORT = {
     },
     "horovod_rendezvous": set(),
     "independent_replicas": {"replica_step", "sharding", "variables"},
-    "keras_hooks": {"independent_replicas", "worker_metrics"},
+    "keras_hooks": {"independent_replicas", "snapshots", "worker_metrics"},
     "launcher": {"horovod_rendezvous", "worker_processes"},
     "liveness": set(),
     "lost_exit": {"communicators"},

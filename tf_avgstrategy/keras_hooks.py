@@ -8,23 +8,27 @@ under any other strategy go straight through.
 
 import functools
 import inspect
+import pathlib
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tf_avgstrategy import independent_replicas
+from tf_avgstrategy import snapshots
 from tf_avgstrategy import worker_metrics
 
 __all__ = ["install"]
 
+_FILE_SUFFIXES = (".keras", ".h5", ".hdf5")
 _WRAPPED = "_tf_avgstrategy_wrapped"
 
 
 def install():
     """Wraps methods of `keras.Model`, once."""
-    for name in ("save", "save_weights", "export"):
-        _wrap(name, _save)
+    _wrap("save", _save)
+    _wrap("save_weights", _save)
+    _wrap("export", _on_chief)
     _wrap("fit", _fit)
     _wrap("_get_metrics_result_or_logs", _metrics_or_logs)
 
@@ -70,17 +74,45 @@ def _fit(original, extended, model, *args, **kwargs):
         extended.fit_in_progress = None
 
 
-def _save(original, extended, model, *args, **kwargs):
+def _saves_here(extended):
+    """Whether this worker saves the model, which is the same on all."""
     communicator = extended.communicator
-    if communicator.rank == 0 or not communicator.is_usable:
-        # A worker that has lost the others saves what there is.
+    # A worker that has lost the others saves what there is.
+    return communicator.rank == 0 or not communicator.is_usable
+
+
+def _on_chief(original, extended, model, *args, **kwargs):
+    if _saves_here(extended):
         return original(model, *args, **kwargs)
     logging.info(
         "Worker %d leaves it to the chief to save the model, which is the same "
         "on all workers. `keras.saving.save_model` saves here, too.",
-        communicator.rank,
+        extended.communicator.rank,
     )
     return None
+
+
+def _save(original, extended, model, filepath, overwrite=True, *args, **kwargs):
+    is_plain = not args and set(kwargs.values()) <= {None, True}
+    is_one_file = is_plain and _is_replaceable(filepath, overwrite)
+    if is_one_file and _saves_here(extended):
+        with snapshots.whole_file(filepath) as unfinished:
+            return original(model, str(unfinished), overwrite, **kwargs)
+    return _on_chief(
+        original, extended, model, filepath, overwrite, *args, **kwargs
+    )
+
+
+def _is_replaceable(filepath, overwrite):
+    """Whether what is written elsewhere can take the place of the file."""
+    path = pathlib.Path(filepath)
+    return (
+        path.suffix in _FILE_SUFFIXES
+        and "://" not in str(filepath)
+        and path.parent.is_dir()
+        # Else Keras asks.
+        and (overwrite or not path.exists())
+    )
 
 
 def _warn_without_averaging(extended):

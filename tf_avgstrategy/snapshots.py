@@ -5,12 +5,13 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import zipfile
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["pack", "read", "unpack", "write"]
+__all__ = ["pack", "read", "unpack", "whole_file", "write"]
 
 _FORMAT = 1
 
@@ -77,19 +78,43 @@ def write(path, header, tensors):
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        file.write(pack(header, tensors))
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(pack(header, tensors))
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """Lets a file be written so that there is the old or the new one.
+
+    Args:
+        path: String or `pathlib.Path` of a file. Its folder exists.
+
+    Yields:
+        A path of the same name in a folder beside it, to be written to. The
+        file takes its place if nothing was raised.
+    """
+    path = pathlib.Path(path)
+    folder = path.with_name(f".{path.name}.unfinished")
+    # A process that was killed may have left it.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder / path.name
+        _to_disk(folder / path.name)
+        (folder / path.name).replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     # The name is safe once its folder is.
     with contextlib.suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _to_disk(path.parent)
+
+
+def _to_disk(path):
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def read(path):

@@ -2,10 +2,12 @@
 
 python resume_worker.py FOLDER [--save_freq=N] [--epochs=E] [--replicas=R]
     [--kill_rank=K --kill_step=S --kill_delay=SECONDS] [--own_folders]
+    [--has_callbacks] [--start_timeout=SECONDS]
 
 With `--kill_step` the worker of that rank kills itself `kill_delay` seconds
-after it has begun that batch, counted from the start of this process. At the
-end each worker prints a digest of everything that it has trained.
+after it has begun that batch, counted from the start of this process, and once
+in this folder. At the end each worker prints a digest of everything that it has
+trained.
 """
 
 import hashlib
@@ -31,6 +33,7 @@ flags.DEFINE_integer("replicas", 1, "Replicas of each worker.")
 flags.DEFINE_integer("kill_rank", -1, "The worker that is killed.")
 flags.DEFINE_integer("kill_step", 0, "The batch in which it is.")
 flags.DEFINE_float("kill_delay", 0.0, "Seconds from its beginning on.")
+flags.DEFINE_float("start_timeout", 60, "Seconds to wait for the others.")
 flags.DEFINE_bool("own_folders", False, "Each worker has a disk of its own.")
 flags.DEFINE_bool("has_callbacks", False, "Other callbacks are there, too.")
 
@@ -54,13 +57,14 @@ def rows_of(epoch):
 
 
 class KillItself(keras.callbacks.Callback):
-    def __init__(self, step, delay):
+    def __init__(self, step, delay, mark):
         super().__init__()
-        self.step, self.delay = step, delay
+        self.step, self.delay, self.mark = step, delay, mark
 
     def on_train_batch_begin(self, batch, logs=None):
         self.step -= 1
-        if self.step == 0:
+        if self.step == 0 and not self.mark.exists():
+            self.mark.touch()
             number = os.getpid()
             threading.Timer(
                 self.delay, os.kill, [number, signal.SIGKILL]
@@ -116,7 +120,7 @@ def main(argv):
     strategy = avg.ParameterAveragingStrategy(
         [f"CPU:{i}" for i in range(FLAGS.replicas)],
         timeout_seconds=20,
-        start_timeout_seconds=60,
+        start_timeout_seconds=FLAGS.start_timeout,
     )
     rank = strategy.communicator.rank
     if FLAGS.own_folders:
@@ -141,7 +145,9 @@ def main(argv):
     if FLAGS.has_callbacks:
         callbacks += other_callbacks(folder)
     if rank == FLAGS.kill_rank:
-        callbacks.append(KillItself(FLAGS.kill_step, FLAGS.kill_delay))
+        callbacks.append(
+            KillItself(FLAGS.kill_step, FLAGS.kill_delay, folder / "killed")
+        )
     history = model.fit(
         rows_of(epoch), epochs=FLAGS.epochs, verbose=0, callbacks=callbacks
     )
