@@ -148,10 +148,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
         return self.steps - self._steps_before_epoch
 
     @property
-    def paths(self):
-        """List of strings, the paths of all variables."""
+    def layout(self):
+        """List of strings, one for each variable, without names of models.
+
+        Keras gives these numbers: two equal models have different ones.
+        """
         self._refresh_rules()
-        return [rule.path for rule in self._rules]
+        return [replica_state.describe(rule) for rule in self._rules]
 
     def step(self, num_steps=1):
         """Counts training steps and runs a round if one is due.
@@ -172,6 +175,10 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         _check_eager()
         schedules.check_integer("num_steps", num_steps, at_least=0)
+        for rule in self._rules:
+            if rule.copies:
+                # What a checkpoint did not restore after all.
+                rule.variable.restored_copies = None
         before = self.steps // self._steps_per_update
         self.steps += num_steps
         after = self.steps // self._steps_per_update
@@ -317,6 +324,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
             f"copies/{key}": replica_state.stacked(of_one)
             for key, of_one in {**copies, **self._more_copies()}.items()
         }
+        seeds = replica_state.shared_values(self._rules, kinds=("other",))
+        tensors.update({f"shared/{key}": v for key, v in seeds.items()})
         if stepped and self._communicator.size > 1:
             for place, value in enumerate(self._round.references):
                 tensors[f"reference/{place}"] = value
@@ -328,19 +337,19 @@ class ParameterAverager(tf.train.experimental.PythonState):
             "stepped": stepped,
             "rows": np.subtract(progress.rows, self._seen.rows).tolist(),
             "pending": self._is_pending,
-            "paths": self.paths,
+            "layout": self.layout,
         }
         return snapshots.pack(header, tensors)
 
-    def restore_replica_state(self, data, *, is_own, assign=None):
+    def restore_replica_state(self, data, *, is_own, is_within_restore=False):
         """Takes back what `replica_state` returned.
 
         Args:
             data: Bytes.
             is_own: Bool, whether it is of as many replicas on this worker. If
                 not, only the counters are taken.
-            assign: Function of a tuple of copies and their stacked values that
-                assigns them. `None` assigns now.
+            is_within_restore: Bool, whether a checkpoint is about to restore
+                the variables, which would give each replica the mean.
 
         Returns:
             Function without arguments that restores the variables of
@@ -354,7 +363,17 @@ class ParameterAverager(tf.train.experimental.PythonState):
         progress = self._strategy.training_progress()
         self._seen = progress
         self._refresh_rules()
-        if not is_own or header["paths"] != self.paths:
+        if header["layout"] != self.layout:
+            return lambda: None
+        if not is_own:
+            # Seeds, which checkpoints of Keras models do not hold.
+            self.assign_shared(
+                {
+                    name.removeprefix("shared/"): tensor
+                    for name, tensor in tensors.items()
+                    if name.startswith("shared/")
+                }
+            )
             return lambda: None
         self._is_pending = header["pending"]
         rows = np.subtract(progress.rows, header["rows"]).tolist()
@@ -363,9 +382,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
         )
         copies = replica_state.own_copies(self._rules, bool(header["stepped"]))
         for key, of_one in copies.items():
-            (assign or replica_state.assign_copies)(
-                of_one, tensors[f"copies/{key}"]
-            )
+            values = tensors[f"copies/{key}"]
+            replica_state.assign_copies(of_one, values)
+            if is_within_restore:
+                self._rules[int(key)].variable.restored_copies = tf.unstack(
+                    values, len(of_one)
+                )
         if "reference/0" in tensors:
             places = range(len(self._round.references))
             self._make_round([tensors[f"reference/{p}"] for p in places])
@@ -415,21 +437,10 @@ class ParameterAverager(tf.train.experimental.PythonState):
             self.start_counting_rows()
             return
         header, _ = snapshots.unpack(string_value)
-        owners = {
-            id(rule.copies[0]): rule.variable
-            for rule in self._rules
-            if rule.copies
-        }
-
-        def put_aside(copies, values):
-            owners[id(copies[0])].restored_copies = tf.unstack(
-                values, len(copies)
-            )
-
         self.restore_replica_state(
             string_value,
             is_own=len(header["rows"]) == len(self._seen.rows),
-            assign=put_aside,
+            is_within_restore=True,
         )
 
     def _build_optimizer(self):

@@ -116,7 +116,7 @@ class AfterOthers(keras.callbacks.Callback):
         header, tensors = self._agree_on_start()
         if header["is_restored"]:
             self._averager.start()
-        if "paths" in header:
+        if "layout" in header:
             self._resume(header, tensors)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -149,7 +149,7 @@ class AfterOthers(keras.callbacks.Callback):
         values, arrays = states
         header = {
             "epoch": epoch,
-            "paths": averager.paths,
+            "layout": averager.layout,
             "replicas": self.model.distribute_strategy.extended.all_replicas,
             "callbacks": values,
             "moments": self._averaging.moments.counters,
@@ -166,7 +166,7 @@ class AfterOthers(keras.callbacks.Callback):
 
         Returns:
             Header and tensors of the backup, less what the start of training
-            broadcasts. The header has no "paths" if there is none.
+            broadcasts. The header has no "layout" if there is none.
         """
         communicator = self.model.distribute_strategy.communicator
         header, tensors = {}, {}
@@ -177,7 +177,7 @@ class AfterOthers(keras.callbacks.Callback):
                 if communicator.size == 1:
                     raise
                 header = {"error": str(error)}
-            header.setdefault("is_restored", "paths" in header)
+            header.setdefault("is_restored", "layout" in header)
             header["initial_epoch"] = self.model._initial_epoch
         data = snapshots.pack(header, tensors) if header else b""
         header, tensors = snapshots.unpack(
@@ -196,7 +196,7 @@ class AfterOthers(keras.callbacks.Callback):
             self._backup.restore_of_keras(self.model)
             return {"is_restored": True}, {}
         header, tensors = saved
-        _check_paths(header["paths"], self._averager.paths)
+        _check_layout(header["layout"], self._averager.layout)
         self._averager.assign_shared(_with_prefix(tensors, "shared/"))
         local = self._averager.local_keys()
         tensors = {
@@ -282,7 +282,7 @@ def _with_prefix(tensors, prefix):
     }
 
 
-def _check_paths(saved, own):
+def _check_layout(saved, own):
     if saved == own:
         return
     longest = max(len(saved), len(own))

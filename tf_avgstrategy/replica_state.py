@@ -9,13 +9,27 @@ __all__ = [
     "as_read",
     "assign_copies",
     "assign_shared",
+    "describe",
     "is_given_by_chief",
     "own_copies",
     "shared_values",
+    "stacked",
 ]
 
 # What replicas hold in common after a round.
 _COMMON = ("mean", "pooled", "reset", "minimum", "maximum", "restart")
+
+
+def describe(rule):
+    """Returns a variable's name, kind, dtype and shape as a string.
+
+    Without the names of models, which Keras numbers: a slot's name has one.
+    """
+    is_of_model = rule.kind in ("weight", "statistic", "variance")
+    name = rule.path.rpartition("/")[2] if is_of_model else rule.kind
+    variable = rule.variable
+    dtype = tf.as_dtype(variable.dtype).name
+    return f"{name} ({dtype}, {tuple(variable.shape)})"
 
 
 def as_read(rule):
@@ -41,8 +55,12 @@ def is_given_by_chief(rule, is_first):
     return is_first or rule.rule != "keep" or rule.kind == "learning rate"
 
 
-def shared_values(rules):
+def shared_values(rules, kinds=None):
     """Returns what a file holds of each variable, as any model has it.
+
+    Args:
+        rules: List of `StateRule`.
+        kinds: Tuple of strings, the kinds of variables. `None` for all.
 
     Returns:
         Dict from the rule's place, as a string, to tensor.
@@ -50,7 +68,7 @@ def shared_values(rules):
     return {
         str(place): rule.variable.read_value()
         for place, rule in enumerate(rules)
-        if rule.copies
+        if rule.copies and (kinds is None or rule.kind in kinds)
     }
 
 

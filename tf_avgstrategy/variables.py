@@ -38,12 +38,17 @@ class ReplicaLocalVariable(values.MirroredVariable):
     # restored, a list of tensors.
     restored_copies = None
 
-    def _gather_saveables_for_checkpoint(self):
-        return {
-            trackable.VARIABLE_VALUE_KEY: lambda name: _Saveable(
-                self, self._primary, name
-            )
-        }
+    def _serialize_to_tensors(self):
+        return {trackable.VARIABLE_VALUE_KEY: self._get()}
+
+    def _restore_from_tensors(self, restored_tensors):
+        copies, self.restored_copies = self.restored_copies, None
+        if copies is None:
+            return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
+        for copy, own in zip(self._values, copies):
+            with tf.device(copy.device):
+                copy.assign(own, read_value=False)
+        return self
 
     def _mean(self):
         first, *others = [v.read_value() for v in self._values]
@@ -112,23 +117,6 @@ class ReplicaSeedVariable(ReplicaLocalVariable):
         extended = self._distribute_strategy.extended
         stride = seed_offset(extended.global_replica_id(replica_id))
         return tf.constant([stride, 0], self.dtype)
-
-
-class _Saveable(values._MirroredSaveable):
-    """How a checkpoint takes a variable's value and gives it back."""
-
-    def restore(self, restored_tensors, restored_shapes):
-        del restored_shapes
-        variable = self._mirrored_variable
-        (value,) = restored_tensors
-        copies = variable.restored_copies
-        variable.restored_copies = None
-        if copies is None:
-            return variable.assign(value, read_value=False)
-        for copy, own in zip(variable.values, copies):
-            with tf.device(copy.device):
-                copy.assign(own, read_value=False)
-        return tf.no_op()
 
 
 def as_replica_local(variable, *, name):
