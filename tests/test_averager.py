@@ -283,10 +283,10 @@ class TestCheckpoint:
             path
         ).assert_existing_objects_matched()
         assert (other.averager.steps, other.averager.rounds) == (4, 1)
-        # The file holds the mean of the replicas.
-        assert other.weights == [5.81640625] * 2
+        # The file holds each replica.
+        assert other.weights == [3.6328125, 8.0]
         assert other.run(2) == [False, True]
-        assert other.weight == 5.6358642578125
+        assert other.weight == 5.021728515625
 
 
 class TestDescribe:

@@ -2,17 +2,14 @@
 
 import json
 
-import numpy as np
 import tensorflow as tf
 
 from tf_avgstrategy import agreement
 from tf_avgstrategy import buckets
-from tf_avgstrategy import mean
 from tf_avgstrategy import optimizer_parts
-from tf_avgstrategy import replica_state
+from tf_avgstrategy import participants
 from tf_avgstrategy import rounds
 from tf_avgstrategy import schedules
-from tf_avgstrategy import snapshots
 from tf_avgstrategy import state
 from tf_avgstrategy import strategy as strategies
 
@@ -109,37 +106,43 @@ class ParameterAverager(tf.train.experimental.PythonState):
             optimizers = [optimizers]
         self._schedule = schedules.Periodic(period, warmup_steps)
         self._strategy = strategy
-        self._communicator = strategy.communicator
         self._variables = list(variables)
         self._optimizers = list(optimizers)
-        self._slots = slots
-        self._overrides = dict(overrides or {})
-        self._on_non_finite = on_non_finite
         _check_variables(self._variables)
         state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
         self._steps_per_update = optimizer_parts.gradient_accumulation_steps(
             self._optimizers
         )
-        self._num_optimizer_variables = None
-        self._has_new_rules = True
-        self._round = None
-        self._refresh_rules()
+        self._participant = participants.Participant(
+            strategy,
+            self._variables,
+            self._optimizers,
+            settings=str(self._schedule),
+            slots=slots,
+            overrides=dict(overrides or {}),
+            is_excluding=on_non_finite == "exclude",
+        )
         self._is_pending = False
-        self._has_warned = False
-        self._seen = strategy.training_progress()
         self._more_copies = dict
         self.steps = optimizer_parts.steps_made(self._optimizers)
-        self.rounds = 0
-        self.excluded = 0
         self._steps_before_epoch = self.steps
         self.start()
 
     @property
+    def rounds(self):
+        """Int, the rounds that were run."""
+        return self._participant.rounds
+
+    @property
+    def excluded(self):
+        """Int, how often a round has excluded a replica of any worker."""
+        return self._participant.excluded
+
+    @property
     def bytes_per_round(self):
         """Int, the bytes of a replica that one round exchanges."""
-        self._refresh_rules()
-        travelling = state.travelling_rules(self._rules)
+        travelling = state.travelling_rules(self.rules)
         return sum(map(buckets.num_bytes, rounds.specs(travelling)))
 
     @property
@@ -148,13 +151,9 @@ class ParameterAverager(tf.train.experimental.PythonState):
         return self.steps - self._steps_before_epoch
 
     @property
-    def layout(self):
-        """List of strings, one for each variable, without names of models.
-
-        Keras gives these numbers: two equal models have different ones.
-        """
-        self._refresh_rules()
-        return [replica_state.describe(rule) for rule in self._rules]
+    def rules(self):
+        """List of `StateRule`, what a round does to each variable."""
+        return self._participant.rules
 
     def step(self, num_steps=1):
         """Counts training steps and runs a round if one is due.
@@ -175,7 +174,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         _check_eager()
         schedules.check_integer("num_steps", num_steps, at_least=0)
-        for rule in self._rules:
+        for rule in self.rules:
             if rule.copies:
                 # What a checkpoint did not restore after all.
                 rule.variable.restored_copies = None
@@ -249,9 +248,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what."""
-        self._refresh_rules()
         rows = [("variable", "kind", "rule", "dtype", "shape")]
-        for rule in self._rules:
+        for rule in self.rules:
             dtype, shape = "", ""
             if rule.copies:
                 dtype = rule.copies[0].dtype.name
@@ -272,17 +270,17 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     def go_on_counting(self, other):
         """Takes over the counters of an averager that came before this one."""
-        self.steps, self.rounds = other.steps, other.rounds
-        self.excluded = other.excluded
-        self._steps_before_epoch = self.steps
+        self.steps = self._steps_before_epoch = other.steps
+        self._participant.rounds = other.rounds
+        self._participant.excluded = other.excluded
 
     def start_counting_rows(self):
         """Forgets rows that were seen before, perhaps by another model."""
-        self._seen = self._strategy.training_progress()
+        self._participant.start_counting_rows()
 
     def keeps_local(self, kind):
         """Returns whether a variable of this kind stays local in rounds."""
-        return any(r.rule == "keep" for r in self._rules if r.kind == kind)
+        return any(r.rule == "keep" for r in self.rules if r.kind == kind)
 
     def gather(self, data, kind):
         """Gathers bytes of all workers, also of those that wait for others.
@@ -297,7 +295,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         _check_eager()
         _, parts = self._take_part(
-            agreement.IN_EPOCH, gathers=kind, give=lambda: data
+            agreement.IN_EPOCH, gathers=kind, give=lambda _: data
         )
         return parts
 
@@ -316,30 +314,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     def replica_state(self):
         """Returns counters, and what local replicas hold alone, as bytes."""
-        self._refresh_rules()
-        progress = self._strategy.training_progress()
-        stepped = progress.steps - self._seen.steps
-        copies = replica_state.own_copies(self._rules, bool(stepped))
-        tensors = {
-            f"copies/{key}": replica_state.stacked(of_one)
-            for key, of_one in {**copies, **self._more_copies()}.items()
-        }
-        seeds = replica_state.shared_values(self._rules, kinds=("other",))
-        tensors.update({f"shared/{key}": v for key, v in seeds.items()})
-        if stepped and self._communicator.size > 1:
-            for place, value in enumerate(self._round.references):
-                tensors[f"reference/{place}"] = value
-        header = {
+        counters = {
             "steps": self.steps,
-            "rounds": self.rounds,
-            "excluded": self.excluded,
             "steps_in_epoch": self.steps_in_epoch,
-            "stepped": stepped,
-            "rows": np.subtract(progress.rows, self._seen.rows).tolist(),
             "pending": self._is_pending,
-            "layout": self.layout,
         }
-        return snapshots.pack(header, tensors)
+        return self._participant.replica_state(counters, self._more_copies())
 
     def restore_replica_state(self, data, *, is_own, is_within_restore=False):
         """Takes back what `replica_state` returned.
@@ -347,7 +327,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         Args:
             data: Bytes.
             is_own: Bool, whether it is of as many replicas on this worker. If
-                not, only the counters are taken.
+                not, only counters and seeds are taken.
             is_within_restore: Bool, whether a checkpoint is about to restore
                 the variables, which would give each replica the mean.
 
@@ -355,70 +335,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
             Function without arguments that restores the variables of
             `keep_also`.
         """
-        header, tensors = snapshots.unpack(data)
-        self.steps = header["steps"]
-        self.rounds = header["rounds"]
-        self.excluded = header["excluded"]
-        self._steps_before_epoch = self.steps - header["steps_in_epoch"]
-        progress = self._strategy.training_progress()
-        self._seen = progress
-        self._refresh_rules()
-        if header["layout"] != self.layout:
-            return lambda: None
-        if not is_own:
-            # Seeds, which checkpoints of Keras models do not hold.
-            self.assign_shared(
-                {
-                    name.removeprefix("shared/"): tensor
-                    for name, tensor in tensors.items()
-                    if name.startswith("shared/")
-                }
-            )
-            return lambda: None
-        self._is_pending = header["pending"]
-        rows = np.subtract(progress.rows, header["rows"]).tolist()
-        self._seen = type(progress)(
-            steps=progress.steps - header["stepped"], rows=tuple(rows)
+        counters, restore_more = self._participant.restore_replica_state(
+            data, is_own=is_own, is_within_restore=is_within_restore
         )
-        copies = replica_state.own_copies(self._rules, bool(header["stepped"]))
-        for key, of_one in copies.items():
-            values = tensors[f"copies/{key}"]
-            replica_state.assign_copies(of_one, values)
-            if is_within_restore:
-                self._rules[int(key)].variable.restored_copies = tf.unstack(
-                    values, len(of_one)
-                )
-        if "reference/0" in tensors:
-            places = range(len(self._round.references))
-            self._make_round([tensors[f"reference/{p}"] for p in places])
-
-        def restore_more():
-            for key, of_one in self._more_copies().items():
-                if f"copies/{key}" in tensors:
-                    replica_state.assign_copies(
-                        of_one, tensors[f"copies/{key}"]
-                    )
-
-        return restore_more
-
-    def shared_values(self):
-        """Returns what a file holds of each variable, a dict of tensors."""
-        self._refresh_rules()
-        return replica_state.shared_values(self._rules)
-
-    def assign_shared(self, values):
-        """Gives every replica of this worker what `shared_values` returned."""
-        self._refresh_rules()
-        replica_state.assign_shared(self._rules, values)
-
-    def local_keys(self):
-        """Returns the keys of `shared_values` that `start` does not send."""
-        self._refresh_rules()
-        return {
-            str(place)
-            for place, rule in enumerate(self._rules)
-            if not replica_state.is_given_by_chief(rule, is_first=False)
-        }
+        self.steps = counters["steps"]
+        self._steps_before_epoch = self.steps - counters["steps_in_epoch"]
+        self._is_pending = counters["pending"] and is_own
+        return lambda: restore_more(self._more_copies())
 
     def serialize(self):
         """Returns counters and replicas' state, for `tf.train.Checkpoint`."""
@@ -433,13 +356,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
         if string_value[:1] == b"{":
             # Of a release that kept the counters alone.
             counters = json.loads(string_value)
-            self.steps, self.rounds = counters["steps"], counters["rounds"]
+            self.steps = counters["steps"]
+            self._participant.rounds = counters["rounds"]
             self.start_counting_rows()
             return
-        header, _ = snapshots.unpack(string_value)
         self.restore_replica_state(
             string_value,
-            is_own=len(header["rows"]) == len(self._seen.rows),
+            is_own=self._participant.can_own(string_value),
             is_within_restore=True,
         )
 
@@ -448,7 +371,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         if (
             len(self._optimizers) > 1
             and unbuilt
-            and self._communicator.size > 1
+            and self._strategy.communicator.size > 1
         ):
             raise ValueError(
                 "With several workers and several optimizers all optimizers "
@@ -463,35 +386,23 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
     def start(self):
         """Gives every worker the chief's state. `fit` begins with it."""
-        if self._communicator.size == 1:
-            return
-        agreement.check_same(
-            self._communicator, self._description(), "settings and variables"
+        self.steps, self._steps_before_epoch = self._participant.start(
+            self.steps, self._steps_before_epoch
         )
-        is_first = self._round is None
-        given = [
-            rule
-            for rule in self._rules
-            if replica_state.is_given_by_chief(rule, is_first)
-        ]
-        travelling = state.travelling_rules(self._rules)
-        sent = {id(r.copies[0]): r for r in [*travelling, *given]}
-        counters = tf.constant(
-            [self.steps, self.rounds, self.excluded, self._steps_before_epoch],
-            tf.int64,
+
+    def _take_part(self, progress, give=None, **what):
+        """Does what `Participant.take_part` does, which may be a round."""
+        rounds_before = self.rounds
+        met = self._participant.take_part(
+            self.steps, progress, give=give or self._give, **what
         )
-        counters, *values = self._communicator.broadcast(
-            [counters, *map(replica_state.as_read, sent.values())]
-        )
-        chiefs = dict(zip(sent, values))
-        for rule in given:
-            for copy in rule.copies:
-                copy.assign(chiefs[id(rule.copies[0])])
-        self.steps, self.rounds, self.excluded, self._steps_before_epoch = (
-            counters.numpy().tolist()
-        )
-        # The references of the last `fit` may not be what is there now.
-        self._make_round([chiefs[id(r.copies[0])] for r in travelling])
+        if self.rounds > rounds_before:
+            self._is_pending = False
+        return met
+
+    def _give(self, kind):
+        """What a worker that waits for the others gives them."""
+        return self.replica_state() if kind == agreement.STATES else b""
 
     def _wait_for_all(self, progress):
         while True:
@@ -500,147 +411,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 break
         self.steps = max(status.steps for status in statuses)
         self._steps_before_epoch = self.steps
-        self._has_warned = False
-
-    def _take_part(
-        self,
-        progress,
-        *,
-        weights=None,
-        is_forced=False,
-        gathers=agreement.NOTHING,
-        give=None,
-    ):
-        """Tells all workers how far this one is, and averages if one wants to.
-
-        Returns:
-            List of the `Status` of each worker before the round, and list of
-            the bytes that one of them wanted to gather.
-        """
-        seen = self._strategy.training_progress()
-        if weights is None:
-            rows = zip(seen.rows, self._seen.rows)
-            counted = [now - before for now, before in rows]
-        else:
-            counted = self._check_weights(weights)
-        self._prepare_round()
-        status, is_healthy = self._status(
-            counted,
-            progress=progress,
-            wants_round=is_forced or seen.steps != self._seen.steps,
-            gathers=gathers,
-        )
-        statuses = status.exchange(self._communicator)
-        if not self._has_warned:
-            self._has_warned = agreement.warn_of_idle_workers(statuses)
-        if any(s.wants_round for s in statuses):
-            counted = np.multiply(counted, is_healthy).tolist()
-            total = sum(s.weight for s in statuses)
-            if not total and weights is None:
-                counted = [int(healthy) for healthy in is_healthy]
-                total = sum(s.num_replicas for s in statuses)
-            self._run_round(statuses, counted, total)
-            self._seen = seen
-        return statuses, self._give(statuses, give)
-
-    def _status(self, counted, **what):
-        """This worker's `Status`, and which of its replicas may count."""
-        is_finite, extremes = self._round.replica_state()
-        is_sick = agreement.find_sick(is_finite, counted)
-        places = np.argwhere(is_sick)
-        replica, variable = places[0].tolist() if len(places) else (-1, -1)
-        # What is kept local can adopt no mean.
-        can_adopt = not is_sick[:, len(self._round.travelling) :].any()
-        is_excluded = is_sick.any(axis=1) & can_adopt
-        is_excluded &= self._on_non_finite == "exclude"
-        status = agreement.Status(
-            steps=self.steps,
-            num_replicas=int(np.sum(~is_excluded)),
-            weight=float(np.sum(np.multiply(counted, ~is_excluded))),
-            sick_replica=replica,
-            sick_variable=variable,
-            num_excluded=int(np.sum(is_excluded)),
-            extremes=extremes,
-            **what,
-        )
-        return status, ~is_excluded
-
-    def _run_round(self, statuses, counted, total):
-        paths = [rule.path for rule in self._round.checked]
-        agreement.check_health(statuses, paths)
-        self.excluded += agreement.warn_of_excluded(statuses, paths)
-        extremes = agreement.extremes(statuses, self._round.agrees_on_floats)
-        self._round.run(mean.shares(counted, total), extremes)
-        self._is_pending = False
-        self.rounds += 1
-
-    def _give(self, statuses, give):
-        """Gathers what another worker or this one wanted to."""
-        kind = max(status.gathers for status in statuses)
-        if kind == agreement.NOTHING:
-            return []
-        if give is None:
-            is_of_states = kind == agreement.STATES
-            give = self.replica_state if is_of_states else bytes
-        return self._communicator.all_gather_bytes(give(), f"{kind}: ")
-
-    def _check_weights(self, weights):
-        num_replicas = len(self._seen.rows)
-        if len(weights) != num_replicas:
-            raise ValueError(
-                "`weights` must hold one number per local replica, here "
-                f"{num_replicas}. Received: weights={list(weights)}. Pass "
-                "None to weigh replicas by the rows that they have seen."
-            )
-        return mean.check_weights(weights)
-
-    def _refresh_rules(self):
-        """Takes in slots that optimizers built since the last time."""
-        num_variables = [len(o.variables) for o in self._optimizers]
-        if num_variables == self._num_optimizer_variables:
-            return
-        self._rules = state.state_rules(
-            self._variables,
-            self._optimizers,
-            slots=self._slots,
-            overrides=self._overrides,
-        )
-        self._num_optimizer_variables = num_variables
-        self._has_new_rules = True
-
-    def _prepare_round(self):
-        """Makes the computation of rounds for the rules that there are now."""
-        self._refresh_rules()
-        if not self._has_new_rules:
-            return
-        references = ()
-        if self._communicator.size > 1:
-            agreement.check_same(
-                self._communicator, self._description(), "variables"
-            )
-            travelling = state.travelling_rules(self._rules)
-            references = self._communicator.broadcast(
-                [replica_state.as_read(rule) for rule in travelling]
-            )
-        self._make_round(references)
-
-    def _make_round(self, references):
-        self._round = rounds.Round(self._rules, self._communicator, references)
-        self._has_new_rules = False
-
-    def _description(self):
-        """One line for each thing that must be the same on every worker."""
-        return [
-            f"{self._schedule}, slots={self._slots!r}, "
-            f"on_non_finite={self._on_non_finite!r}",
-            *map(optimizer_parts.describe, self._optimizers),
-            *(
-                f"{rule.path} {rule.rule} {rule.copies[0].dtype.name} "
-                f"{tuple(rule.copies[0].shape)}"
-                for rule in self._rules
-                if rule.copies
-            ),
-        ]
+        self._participant.is_new_epoch()
 
 
 def check_strategy(strategy):

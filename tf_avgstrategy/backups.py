@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 
 from tf_avgstrategy import fit_callbacks
+from tf_avgstrategy import replica_state
 from tf_avgstrategy import snapshots
 
 __all__ = ["AfterOthers", "Backup", "take_out"]
@@ -149,13 +150,16 @@ class AfterOthers(keras.callbacks.Callback):
         values, arrays = states
         header = {
             "epoch": epoch,
-            "layout": averager.layout,
+            "layout": replica_state.layout(averager.rules),
             "replicas": self.model.distribute_strategy.extended.all_replicas,
             "callbacks": values,
             "moments": self._averaging.moments.counters,
         }
         tensors = {
-            **{f"shared/{k}": v for k, v in averager.shared_values().items()},
+            **{
+                f"shared/{k}": v
+                for k, v in replica_state.shared_values(averager.rules).items()
+            },
             **{f"part/{r}": _as_array(p) for r, p in enumerate(parts)},
             **{f"callback/{k}": v for k, v in arrays.items()},
         }
@@ -196,9 +200,14 @@ class AfterOthers(keras.callbacks.Callback):
             self._backup.restore_of_keras(self.model)
             return {"is_restored": True}, {}
         header, tensors = saved
-        _check_layout(header["layout"], self._averager.layout)
-        self._averager.assign_shared(_with_prefix(tensors, "shared/"))
-        local = self._averager.local_keys()
+        _check_layout(
+            header["layout"], replica_state.layout(self._averager.rules)
+        )
+        rules = self._averager.rules
+        replica_state.assign_shared(
+            rules, snapshots.with_prefix(tensors, "shared/")
+        )
+        local = replica_state.local_keys(rules)
         tensors = {
             name: tensor
             for name, tensor in tensors.items()
@@ -210,8 +219,10 @@ class AfterOthers(keras.callbacks.Callback):
     def _resume(self, header, tensors):
         strategy = self.model.distribute_strategy
         averager = self._averager
-        averager.assign_shared(_with_prefix(tensors, "shared/"))
-        parts = _with_prefix(tensors, "part/")
+        replica_state.assign_shared(
+            averager.rules, snapshots.with_prefix(tensors, "shared/")
+        )
+        parts = snapshots.with_prefix(tensors, "part/")
         is_same = header["replicas"] == strategy.extended.all_replicas
         rank = strategy.communicator.rank if is_same else 0
         restored = averager.restore_replica_state(
@@ -220,7 +231,7 @@ class AfterOthers(keras.callbacks.Callback):
         fit_callbacks.restore_callback_states(
             self._others,
             header["callbacks"],
-            _with_prefix(tensors, "callback/"),
+            snapshots.with_prefix(tensors, "callback/"),
         )
         self._averaging.moments.restore(header["moments"])
         logging.info(
@@ -272,14 +283,6 @@ class _SkippedBatches:
 
 def _as_array(data):
     return np.frombuffer(data, np.uint8)
-
-
-def _with_prefix(tensors, prefix):
-    return {
-        name[len(prefix) :]: tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
 
 
 def _check_layout(saved, own):

@@ -9,8 +9,9 @@ __all__ = [
     "as_read",
     "assign_copies",
     "assign_shared",
-    "describe",
     "is_given_by_chief",
+    "layout",
+    "local_keys",
     "own_copies",
     "shared_values",
     "stacked",
@@ -20,11 +21,16 @@ __all__ = [
 _COMMON = ("mean", "pooled", "reset", "minimum", "maximum", "restart")
 
 
-def describe(rule):
-    """Returns a variable's name, kind, dtype and shape as a string.
+def layout(rules):
+    """Returns a string for each variable: its name, dtype and shape.
 
-    Without the names of models, which Keras numbers: a slot's name has one.
+    Without the names of models, which Keras numbers, so that two equal models
+    have different ones. A slot's name has one in it.
     """
+    return [_describe(rule) for rule in rules]
+
+
+def _describe(rule):
     is_of_model = rule.kind in ("weight", "statistic", "variance")
     name = rule.path.rpartition("/")[2] if is_of_model else rule.kind
     variable = rule.variable
@@ -53,6 +59,15 @@ def is_given_by_chief(rule, is_first):
     if not rule.copies or rule.kind == "other":
         return False
     return is_first or rule.rule != "keep" or rule.kind == "learning rate"
+
+
+def local_keys(rules):
+    """Returns the keys of `shared_values` that a start does not send."""
+    return {
+        str(place)
+        for place, rule in enumerate(rules)
+        if not is_given_by_chief(rule, is_first=False)
+    }
 
 
 def shared_values(rules, kinds=None):
@@ -97,10 +112,18 @@ def own_copies(rules, everything):
 
 
 def assign_copies(copies, values):
-    """Assigns each copy its part of a tensor of shape `[R, ...]`."""
-    for copy, value in zip(copies, tf.unstack(values, len(copies))):
-        with tf.device(copy.device):
-            copy.assign(value)
+    """Assigns each copy its part of a value.
+
+    Args:
+        copies: Dict from string to tuple of `tf.Variable`.
+        values: Dict from string to tensor of shape `[R, ...]`.
+    """
+    for key, of_one in copies.items():
+        if key not in values:
+            continue
+        for copy, value in zip(of_one, tf.unstack(values[key], len(of_one))):
+            with tf.device(copy.device):
+                copy.assign(value)
 
 
 def stacked(copies):

@@ -11,7 +11,7 @@ import zipfile
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["pack", "read", "unpack", "whole_file", "write"]
+__all__ = ["pack", "read", "unpack", "whole_file", "with_prefix", "write"]
 
 _FORMAT = 1
 
@@ -64,6 +64,15 @@ def unpack(data):
             "wrote it."
         ) from error
     return about["header"], tensors
+
+
+def with_prefix(tensors, prefix):
+    """Returns the tensors whose names begin so, by what follows."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def write(path, header, tensors):
