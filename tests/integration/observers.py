@@ -356,3 +356,18 @@ def all_callbacks_together(folder):
         ),
         "boards": len(list((folder / "board").rglob("*tfevents*"))),
     }
+
+
+def train_with_nan(on_non_finite):
+    """FAIL-03: worker 2 of three gets NaN in the step before the round."""
+    strategy = scenarios.make_strategy()
+    with strategy.scope():
+        model = toys.slope_model()
+    x, y = toys.slope_rows(2, (toys.ROW_A, toys.ROW_B, toys.ROW_B))
+    y[5] = np.nan
+    history = scenarios.toys_fit(
+        model,
+        toys.dataset((x, y), 3),
+        callbacks=[avg.PeriodicAveraging(2, on_non_finite=on_non_finite)],
+    )
+    return toys.weight(model), history.history["excluded"]

@@ -112,3 +112,9 @@ def test_all_callbacks_together(pool, tmp_path):
     assert first["files"] == sorted(["best.keras", "log.csv", *weights])
     # TensorBoard writes one for training and one for validation.
     assert first["boards"] == 2
+
+
+def test_fail_03_a_sick_worker_adopts_the_others_mean(pools, communicator):
+    pool = pools(3, communicator)
+    for result in pool.run("observers:train_with_nan", "exclude"):
+        assert result == (5.125, [1])
