@@ -371,3 +371,27 @@ def train_with_nan(on_non_finite):
         callbacks=[avg.PeriodicAveraging(2, on_non_finite=on_non_finite)],
     )
     return toys.weight(model), history.history["excluded"]
+
+
+def count_exchanges(steps):
+    """The calls of a communicator in an epoch that has no round within it."""
+    strategy = scenarios.make_strategy()
+    with strategy.scope():
+        model = toys.slope_model()
+    calls = []
+
+    def count(epoch, logs):
+        calls.append(strategy.communicator._num_calls)
+
+    data = toys.dataset(toys.slope_rows(steps, scenarios.ROWS), 2)
+    scenarios.toys_fit(
+        model,
+        data,
+        epochs=2,
+        validation_data=data,
+        callbacks=[
+            avg.PeriodicAveraging(100),
+            keras.callbacks.LambdaCallback(on_epoch_end=count),
+        ],
+    )
+    return calls[1] - calls[0]

@@ -118,3 +118,11 @@ def test_fail_03_a_sick_worker_adopts_the_others_mean(pools, communicator):
     pool = pools(3, communicator)
     for result in pool.run("observers:train_with_nan", "exclude"):
         assert result == (5.125, [1])
+
+
+def test_metrics_are_exchanged_once_an_epoch(pool):
+    counts = pool.run("observers:count_exchanges", 4)
+    counts += pool.run("observers:count_exchanges", 16)
+    # One closes the epoch, two are for its metrics, one asks for a round before
+    # validation, two are for its metrics.
+    assert counts == [6] * 4

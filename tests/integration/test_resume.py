@@ -17,7 +17,9 @@ import pytest
 
 from tf_avgstrategy import lost_exit
 
+ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = "resume_worker.py"
+NO_NAMESPACES = 77
 NUM_STEPS = 21
 KILL_RUNS = int(os.environ.get("KILL_RUNS", "6"))
 SEED = int(os.environ.get("KILL_SEED", "20261201"))
@@ -167,3 +169,38 @@ def test_the_launcher_starts_all_again(undisturbed, tmp_path):
     assert ends == [undisturbed()] * 2
     assert "starting all workers again, 1 of at most 3" in done.stderr
     assert "2 of at most 3" not in done.stderr
+
+
+def test_hosts_with_disks_of_their_own(undisturbed, tmp_path):
+    """Only the chief's host has the backup, and the network is a slow one."""
+
+    def on_hosts():
+        return subprocess.run(
+            [
+                ROOT / "tests" / "hosts.sh",
+                "run",
+                "--hosts=2",
+                "--rate=200mbit",
+                "--limit=120",
+                "--",
+                processes.HERE / SCRIPT,
+                str(tmp_path),
+                "--own_folders",
+                "--kill_rank=1",
+                "--kill_step=12",
+            ],
+            env={**processes.clean_environment(), "PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+
+    first = on_hosts()
+    if first.returncode == NO_NAMESPACES:
+        pytest.skip("This machine has no network namespaces for us.")
+    assert first.returncode == 128 + signal.SIGKILL, first.stderr
+    second = on_hosts()
+    assert second.returncode == 0, second.stderr
+    ends = re.findall("^\\[host.\\] (end: .*)", second.stdout, re.M)
+    assert ends == [undisturbed("--own_folders")] * 2
