@@ -30,7 +30,8 @@ def test_docstring_examples(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks_run(page):
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(block, page.name, "exec"), {"__name__": "__main__"})
 

@@ -39,6 +39,7 @@ def momentum():
     return toys.sgd(momentum=0.5)
 
 
+@pytest.mark.core
 def test_the_others_mean_is_adopted(caplog):
     model, averaging, logs = fit(SICK, on_non_finite="exclude")
     # The mean of 2.25 and 8, as without the third replica.

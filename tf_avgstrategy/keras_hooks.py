@@ -63,7 +63,7 @@ def _fit(original, extended, model, *args, **kwargs):
         for callback in arranged:
             if callback not in given.callbacks:
                 callback.set_model(model)
-                callback.set_params(given.params)
+                callback.set_params(getattr(given, "params", None))
         given.callbacks[:] = arranged
     else:
         bound.arguments["callbacks"] = arranged
@@ -130,7 +130,7 @@ def _metrics_or_logs(original, extended, model, logs):
     in_fit = extended.fit_in_progress
     if in_fit is not None:
         in_fit.close_epoch()
-    if extended.communicator.size == 1:
+    if extended.communicator.size == 1 and worker_metrics.reads_sums(model):
         return original(model, logs)
     gather = extended.communicator.all_gather_bytes
     return worker_metrics.over_workers(

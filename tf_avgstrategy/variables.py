@@ -9,10 +9,10 @@ from tensorflow.python.trackable import base as trackable
 __all__ = [
     "ReplicaLocalVariable",
     "ReplicaSeedVariable",
+    "aggregation",
     "all_copies",
     "as_replica_local",
     "is_seed_name",
-    "is_summed",
     "raw",
     "replica_copies",
     "seed_offset",
@@ -188,7 +188,7 @@ def all_copies(variable):
     return (variable,)
 
 
-def is_summed(variable):
-    """Returns whether a metric's variable is the sum over its copies."""
-    aggregation = getattr(raw(variable), "aggregation", None)
-    return aggregation == tf.VariableAggregation.SUM
+def aggregation(variable):
+    """Returns the `tf.VariableAggregation` that a variable asked for."""
+    default = tf.VariableAggregation.NONE
+    return getattr(raw(variable), "aggregation", default)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_avgstrategy import variables as replica_variables
 
-__all__ = ["metric_copies", "over_workers"]
+__all__ = ["metric_copies", "over_workers", "reads_sums"]
 
 
 class _Part(NamedTuple):
@@ -85,8 +85,36 @@ def over_workers(model, logs, compute, *, gather, is_chief):
     total = np.sum([part.state for part in parts], axis=0)
     with _holding(variables, total):
         results = compute(logs or dict.fromkeys(names))
-        # Now: a result may be the state itself.
-        return tf.nest.map_structure(tf.convert_to_tensor, results)
+        return tf.nest.map_structure(_read_now, results)
+
+
+def reads_sums(model):
+    """Returns whether metrics read the sum over the local replicas.
+
+    Keras 3.5 does not ask for it.
+    """
+    variables = _metric_variables(model)
+    return all(_reads_sum(variable) for variable in variables)
+
+
+def _reads_sum(variable):
+    return replica_variables.aggregation(variable) == (
+        tf.VariableAggregation.SUM
+    )
+
+
+def _is_summed(variable):
+    """Whether a metric means the sum over all replicas."""
+    return replica_variables.aggregation(variable) in (
+        tf.VariableAggregation.SUM,
+        tf.VariableAggregation.NONE,
+    )
+
+
+def _read_now(result):
+    """What a metric returns may be its state itself, a variable."""
+    is_number = isinstance(result, (int, float))
+    return result if is_number else tf.convert_to_tensor(result)
 
 
 def _metric_variables(model):
@@ -120,7 +148,7 @@ def _local_state(variables, is_chief):
             copy.numpy().astype(np.float64).ravel()
             for copy in replica_variables.all_copies(variable)
         ]
-        if replica_variables.is_summed(variable):
+        if _is_summed(variable):
             state.append(np.sum(values, axis=0))
         else:
             # There is one for all: the chief's.
@@ -137,9 +165,9 @@ def _holding(variables, state):
     values = np.split(state, np.cumsum(sizes)[:-1]) if sizes else []
     try:
         for variable, of_one, value in zip(variables, copies, values):
-            is_summed = replica_variables.is_summed(variable)
+            reads_sum = _reads_sum(variable)
             for place, copy in enumerate(of_one):
-                is_here = place == 0 or not is_summed
+                is_here = place == 0 or not reads_sum
                 value_here = value if is_here else np.zeros_like(value)
                 copy.assign(tf.cast(value_here.reshape(copy.shape), copy.dtype))
         yield

@@ -87,6 +87,7 @@ def test_ckpt_02_files_hold_the_slots(kind, tmp_path):
     assert averaging.averager.steps == 4
 
 
+@pytest.mark.core
 def test_ckpt_02_a_checkpoint_holds_the_slots(tmp_path):
     saved = Loop(momentum_model)
     saved.run(2)
@@ -108,6 +109,7 @@ def test_ckpt_02_restored_outside_of_the_scope(tmp_path):
         train(loaded, 2)
 
 
+@pytest.mark.core
 def test_ckpt_05_a_loaded_model_keeps_the_phase_of_rounds(tmp_path):
     # Saving within a period is a round: 5.81640625, see behaviour.md.
     with toys.make_strategy().scope():
@@ -141,6 +143,7 @@ def test_ckpt_05_a_loaded_model_keeps_the_phase_of_rounds(tmp_path):
     assert int(loaded.optimizer.iterations.numpy()) == 6
 
 
+@pytest.mark.core
 def test_ckpt_05_a_checkpoint_holds_each_replica(tmp_path):
     saved = Loop(period=3)
     saved.run(4)
@@ -227,6 +230,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(stop, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.core
 def test_a_checkpoint_of_plain_keras_is_restored(tmp_path):
     model = momentum_model()
     toys.fit(model, *toys.slope_rows(1), batch_size=2)
@@ -264,6 +268,7 @@ def fit_with_backup(folder, steps, *, stop=None, callbacks=(), build=None):
     return model, averaging.averager
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stop", [4, 5])
 def test_ckpt_05_a_backup_within_an_epoch_is_a_round(stop, tmp_path):
     folder = tmp_path / "backup"

@@ -55,3 +55,37 @@ def test_metr_04_a_custom_loss_is_the_mean_over_replicas():
     )
     # At w = 4: 4**2 on row A, (8 - 16)**2 on row B.
     assert history.history["own"] == [(16.0 + 64.0) / 2]
+
+
+class NumRows(keras.metrics.Metric):
+    """Counts rows in an integer, and returns the variable itself."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.count = self.add_weight(
+            shape=(), initializer="zeros", dtype="int32", name="count"
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(keras.ops.shape(y_true)[0])
+
+    def result(self):
+        return self.count
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_metr_04_integer_counters_are_sums(replicas):
+    with toys.make_strategy(replicas).scope():
+        model = toys.slope_model(metrics=[NumRows()])
+    x = np.zeros([10, 1], "float32")
+    # The last batch has 2 rows: none for some of 4 replicas.
+    history = model.fit(
+        x,
+        x,
+        batch_size=8,
+        verbose=0,
+        callbacks=[avg.PeriodicAveraging(1)],
+    )
+    assert history.history["rows"] == [10]
+    assert model.evaluate(x, x, batch_size=8, verbose=0)[1] == 10
