@@ -140,8 +140,8 @@ def check_same_fit(arguments, gather_strings):
     )
     own = {
         "validation data": validates,
-        "validation_freq": arguments.get("validation_freq", 1),
-        "initial_epoch": arguments.get("initial_epoch", 0),
+        "validation_freq": str(arguments.get("validation_freq", 1)),
+        "initial_epoch": int(arguments.get("initial_epoch", 0)),
     }
     every = [json.loads(s) for s in gather_strings(json.dumps(own))]
     has = [r for r, other in enumerate(every) if other["validation data"]]

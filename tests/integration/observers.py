@@ -395,3 +395,50 @@ def count_exchanges(steps):
         ],
     )
     return calls[1] - calls[0]
+
+
+def restore_within_a_period(folder, stop):
+    """Each worker's checkpoint in a folder of its own, 7 steps in all.
+
+    Returns the bits of a run that did not stop and of one that did.
+    """
+    strategy = scenarios.make_strategy(2)
+    rank = strategy.communicator.rank
+    random = np.random.default_rng(3)
+    x = random.normal(size=(7 * 12, 3)).astype("float32")
+
+    def begin():
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            optimizer = keras.optimizers.Adam(0.01)
+        model = scenarios.dense_model(strategy, optimizer)
+        averager = avg.ParameterAverager(
+            strategy, model.variables, optimizer, period=3
+        )
+        return model, averager
+
+    def run(model, averager, first, last):
+        def train(rows):
+            scenarios.train(model, rows, rows[:, :1])
+
+        step = tf.function(lambda rows: strategy.run(train, args=(rows,)))
+        data = strategy.experimental_distribute_dataset(
+            toys.dataset(x[first * 12 : last * 12], 12)
+        )
+        for batch in data:
+            step(batch)
+            averager.step()
+
+    def checkpoint_of(model, averager):
+        return tf.train.Checkpoint(model=model, averager=averager)
+
+    straight = begin()
+    run(*straight, 0, 7)
+    saved = begin()
+    run(*saved, 0, stop)
+    path = checkpoint_of(*saved).save(f"{folder}/worker{rank}/checkpoint")
+    restored = begin()
+    checkpoint_of(*restored).restore(path)
+    run(*restored, stop, 7)
+    bits = [scenarios.weights_of(model) for model, _ in (straight, restored)]
+    return bits[0] == bits[1], restored[1].steps, restored[1].rounds

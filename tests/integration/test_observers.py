@@ -126,3 +126,9 @@ def test_metrics_are_exchanged_once_an_epoch(pool):
     # One closes the epoch, two are for its metrics, one asks for a round before
     # validation, two are for its metrics.
     assert counts == [6] * 4
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_ckpt_05_each_worker_restores_its_replicas(pool, stop, tmp_path):
+    run = "observers:restore_within_a_period"
+    assert pool.run(run, str(tmp_path), stop) == [(True, 7, 2)] * 2
