@@ -24,6 +24,29 @@ tf.config.set_logical_device_configuration(
 )
 
 
+# Files with the most to do, which begin first: what ends last ends alone.
+_LONG = [
+    "test_resume",
+    "test_observers",
+    "test_lost_worker",
+    "test_independence",
+    "test_workers",
+    "test_fit",
+    "test_start",
+    "test_mnist",
+    "test_contract",
+    "test_callbacks",
+    "test_hosts",
+    "test_cases",
+    "test_docs",
+]
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(_LONG)))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_keras():
     keras.utils.set_random_seed(0)

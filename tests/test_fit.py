@@ -148,11 +148,14 @@ class TestInputs:
 
 
 class TestUnevenRows:
-    @pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}])
-    @pytest.mark.parametrize("rows", [1, 3, 5, 9, 33])
-    def test_fewer_rows_than_replicas(self, rows, arguments):
+    @pytest.mark.parametrize(
+        ("rows", "run_eagerly"),
+        [(1, False), (3, False), (5, False), (9, False), (33, False)]
+        + [(3, True), (9, True)],
+    )
+    def test_fewer_rows_than_replicas(self, rows, run_eagerly):
         _, averaging, _ = train(
-            lambda: dense_model(**arguments),
+            lambda: dense_model(run_eagerly=run_eagerly),
             X[:rows],
             Y[:rows],
             batch_size=8,

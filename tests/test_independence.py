@@ -41,11 +41,19 @@ VARIANTS = {
     ),
     "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)),
 }
+# Those that also run on the oldest releases.
+CORE = ("SGD", "Adam", "Adagrad", "ema", "accumulation", "loss_scale")
 ALL = [
-    *_keras_optimizers(),
-    *(pytest.param(make, id=name) for name, make in VARIANTS.items()),
+    pytest.param(
+        *parameters.values,
+        id=parameters.id,
+        marks=[pytest.mark.core] if parameters.id in CORE else [],
+    )
+    for parameters in (
+        *_keras_optimizers(),
+        *(pytest.param(make, id=name) for name, make in VARIANTS.items()),
+    )
 ]
-CORE = ["SGD", "Adam", "Adagrad", "ema", "accumulation", "loss_scale"]
 
 
 class ActivityLoss(layers.Layer):
@@ -149,18 +157,12 @@ def _assert_independent(build, optimizer, num_replicas, **arguments):
     assert not np.array_equal(kernel[0], kernel[1])
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
-@pytest.mark.parametrize("build", [dense_model, embedding_model])
+@pytest.mark.parametrize(
+    ("build", "num_replicas"), [(dense_model, 4), (embedding_model, 2)]
+)
 @pytest.mark.parametrize("optimizer", ALL)
 def test_replicas_equal_single_devices(build, optimizer, num_replicas):
     _assert_independent(build, optimizer, num_replicas)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("build", [dense_model, embedding_model])
-@pytest.mark.parametrize("optimizer", [p for p in ALL if p.id in CORE])
-def test_replicas_equal_single_devices_core(build, optimizer):
-    _assert_independent(build, optimizer, 2)
 
 
 @pytest.mark.core

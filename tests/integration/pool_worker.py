@@ -20,7 +20,7 @@ def main(connection, environment, output):
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    _print_to(output)
+    print_to(output)
     faulthandler.enable()
     _make_devices()
     while True:
@@ -31,7 +31,8 @@ def main(connection, environment, output):
         connection.send(_answer(function, arguments, keywords))
 
 
-def _print_to(path):
+def print_to(path):
+    """Lets this process print into a file."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     sys.stdout.flush()
     os.dup2(file, 1)

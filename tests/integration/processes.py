@@ -7,12 +7,11 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
 
+import job_worker
 import pool_worker
 import pytest
 
@@ -31,7 +30,7 @@ COMMUNICATORS = [
     ),
 ]
 
-# Forks workers of pools from a process that has imported TensorFlow, which
+# Forks workers from a process that has imported TensorFlow, which
 # takes seconds, but has not started it.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["keras", "tensorflow", "tf_avgstrategy"])
@@ -41,62 +40,66 @@ HERE = pathlib.Path(__file__).parent
 _MARK = "TF_AVGSTRATEGY_TEST"
 
 
-class Worker:
-    """A process in a group of its own, with its output in a file."""
+class _Forked:
+    """A forked process with its output in a file."""
 
-    def __init__(self, script, arguments, environment, cwd=None):
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - see kill.
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(HERE / script), *arguments],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=cwd,
-        )
-
-    def text(self):
-        size = os.fstat(self._output.fileno()).st_size
-        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
-
-    def wait_for(self, text, seconds=90):
-        """Returns when the process has printed something."""
-        end = time.monotonic() + seconds
-        while text not in self.text():
-            is_done = self.process.poll() is not None
-            if (is_done and text not in self.text()) or time.monotonic() > end:
-                raise AssertionError(f"no {text!r} in:\n{self.text()}")
-            time.sleep(0.02)
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdin.close()
-        self._output.close()
-
-
-class PoolWorker:
-    """Like a `Worker`, but forked, and runs functions instead of a script."""
-
-    def __init__(self, connection, environment):
+    def __init__(self, main, arguments):
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - see kill.
-        self.process = _FORKS.Process(
-            target=pool_worker.main,
-            args=(connection, environment, self._output.name),
+        self._process = _FORKS.Process(
+            target=main, args=(*arguments, self._output.name)
         )
-        self.process.start()
+        self._process.start()
+        self.number = self._process.pid
 
     def text(self):
         return pathlib.Path(self._output.name).read_text(errors="replace")
 
     def kill(self):
-        # Asked to end by its closed connection, it has a moment to do so.
-        self.process.join(10)
-        self.process.kill()
-        self.process.join()
+        self._process.kill()
+        self._process.join()
         self._output.close()
+
+
+class Worker(_Forked):
+    """A process that runs a script, and leads a session of its own."""
+
+    def __init__(self, script, arguments, environment, cwd=None):
+        path = str(HERE / script)
+        super().__init__(
+            job_worker.main, (path, list(arguments), environment, cwd)
+        )
+
+    def wait(self, seconds):
+        """Returns the exit code, or None if it takes longer."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def wait_for(self, text, seconds=90):
+        """Returns when the process has printed something."""
+        end = time.monotonic() + seconds
+        while text not in self.text():
+            is_done = self._process.exitcode is not None
+            if (is_done and text not in self.text()) or time.monotonic() > end:
+                raise AssertionError(f"no {text!r} in:\n{self.text()}")
+            time.sleep(0.02)
+
+    def kill(self):
+        # With what it has started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.number, signal.SIGKILL)
+        super().kill()
+
+
+class PoolWorker(_Forked):
+    """A process that runs functions until its connection is closed."""
+
+    def __init__(self, connection, environment):
+        super().__init__(pool_worker.main, (connection, environment))
+
+    def kill(self):
+        # Asked to end by its closed connection, it has a moment to do so.
+        self._process.join(10)
+        super().kill()
 
 
 class Workers:
@@ -132,7 +135,7 @@ class Workers:
     def _check_no_strays(self, mark):
         """Raises an AssertionError if something that was started still runs."""
         # A forked worker does not carry the mark, but leads a session.
-        sessions = {worker.process.pid for worker in self.workers}
+        sessions = {worker.number for worker in self.workers}
 
         def strays():
             return marked(_MARK, mark) + in_sessions(sessions)
@@ -160,13 +163,9 @@ class Job(Workers):
         codes = []
         for rank in ranks:
             worker = self.workers[rank]
-            try:
-                left = max(0.1, end - time.monotonic())
-                codes.append(worker.process.wait(left))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(
-                    f"worker {rank} hangs:\n{worker.text()}"
-                ) from None
+            code = worker.wait(max(0.1, end - time.monotonic()))
+            assert code is not None, f"worker {rank} hangs:\n{worker.text()}"
+            codes.append(code)
         return codes
 
 

@@ -30,7 +30,7 @@ def workers_at(addresses, ranks, how="plain"):
 
 
 def code_of(worker, seconds=60):
-    return worker.process.wait(seconds)
+    return worker.wait(seconds)
 
 
 def test_laun_01_a_late_tf_config_is_an_error(monkeypatch):
