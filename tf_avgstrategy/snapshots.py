@@ -14,6 +14,15 @@ import tensorflow as tf
 __all__ = ["pack", "read", "unpack", "whole_file", "with_prefix", "write"]
 
 _FORMAT = 1
+# What NumPy and zipfile raise for a file that is empty, cut off, or another.
+_UNREADABLE = (
+    EOFError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
 
 
 def pack(header, tensors):
@@ -56,7 +65,7 @@ def unpack(data):
                 name: tf.io.parse_tensor(arrays[name].tobytes(), dtype)
                 for name, dtype in about["dtypes"].items()
             }
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             "A snapshot must be one that this library wrote, in format "
             f"{_FORMAT}. Received: {len(data)} bytes that are not "
