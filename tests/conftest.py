@@ -1,5 +1,6 @@
 """Four virtual CPU devices for every test, made before TensorFlow starts."""
 
+import gc
 import os
 
 # A cluster of the machine that runs the tests is none of the tests' business.
@@ -52,4 +53,11 @@ def _fresh_keras():
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_garbage():
+    """After each file: after each test it takes longer than most tests."""
+    yield
+    gc.collect()
