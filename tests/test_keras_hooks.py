@@ -118,6 +118,14 @@ class TestOrder:
         assert seen == [5.125]
         files = [path.name for path in (tmp_path / "backup").iterdir()]
         assert files == ["latest.averaging.npz"]
+        # The list is the caller's.
+        kinds = [type(callback).__name__ for callback in callbacks.callbacks]
+        assert kinds == [
+            "LambdaCallback",
+            "BackupAndRestore",
+            "PeriodicAveraging",
+            "History",
+        ]
 
     def test_a_fit_that_failed_leaves_nothing_behind(self):
         strategy = toys.make_strategy()

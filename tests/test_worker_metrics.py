@@ -136,3 +136,46 @@ def test_logs_of_a_custom_step_are_the_mean_over_replicas():
     # 2 replicas of 1.5 and one of 6.
     assert float(first["own"]) == float(second["own"]) == 3.0
     assert first["text"] == "kept"
+
+
+class Smallest(keras.metrics.Metric):
+    """One number for all replicas, infinite until the first batch."""
+
+    def __init__(self):
+        super().__init__(name="smallest")
+        self.value = self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(np.inf),
+            aggregation="only_first_replica",
+            name="value",
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        pass
+
+    def result(self):
+        return self.value
+
+    def reset_state(self):
+        self.value.assign(np.inf)
+
+
+def test_the_state_of_the_chief_alone_may_be_infinite():
+    with toys.make_strategy().scope():
+        model = toys.slope_model(metrics=[Smallest()])
+    model.evaluate(np.ones([2, 1]), np.ones([2, 1]), verbose=0)
+    parts = []
+
+    def smallest(gather, is_chief):
+        logs = worker_metrics.over_workers(
+            model,
+            dict.fromkeys(model.get_metrics_result(), 0.0),
+            lambda _: model.get_metrics_result(),
+            gather=gather,
+            is_chief=is_chief,
+        )
+        return float(logs["smallest"])
+
+    for is_chief in (True, False):
+        smallest(lambda own: parts.append(own) or [own], is_chief)
+    assert smallest(lambda _: parts, True) == np.inf

@@ -177,10 +177,10 @@ class AfterOthers(keras.callbacks.Callback):
         if communicator.rank == 0:
             try:
                 header, tensors = self._restore_on_chief()
-            except (ValueError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - raised on all workers.
                 if communicator.size == 1:
                     raise
-                header = {"error": str(error)}
+                header = {"error": f"{type(error).__name__}: {error}"}
             header.setdefault("is_restored", "layout" in header)
             header["initial_epoch"] = self.model._initial_epoch
         data = snapshots.pack(header, tensors) if header else b""

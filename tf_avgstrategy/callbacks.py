@@ -235,9 +235,12 @@ class PeriodicAveraging(keras.callbacks.Callback):
             optimizer_parts.finalize(self.model)
         if self.averager.keeps_local("ema"):
             self.averager.average()
+        self.model.distribute_strategy.extended.fit_in_progress = None
+
+    def leave(self):
+        """Ends what `arrange` has begun, also if `fit` has failed."""
         self._is_epoch_open = False
         self._is_arranged = False
-        self.model.distribute_strategy.extended.fit_in_progress = None
 
     def _prepare_averager(self, optimizers):
         variables = self.model.variables

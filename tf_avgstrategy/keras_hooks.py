@@ -61,10 +61,10 @@ def _fit(original, extended, model, *args, **kwargs):
     arranged = averaging[0].arrange(model, callbacks, bound.arguments)
     if is_list:
         for callback in arranged:
-            if callback not in given.callbacks:
+            if callback not in callbacks:
                 callback.set_model(model)
                 callback.set_params(getattr(given, "params", None))
-        given.callbacks[:] = arranged
+        given.callbacks = arranged
     else:
         bound.arguments["callbacks"] = arranged
     try:
@@ -72,6 +72,9 @@ def _fit(original, extended, model, *args, **kwargs):
     finally:
         # A `fit` that failed may have left it.
         extended.fit_in_progress = None
+        averaging[0].leave()
+        if is_list:
+            given.callbacks = callbacks
 
 
 def _saves_here(extended):

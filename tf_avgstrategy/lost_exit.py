@@ -1,6 +1,7 @@
 """The end of a process whose peers are lost: an exit code of its own."""
 
 import atexit
+import contextlib
 import os
 import sys
 
@@ -39,6 +40,8 @@ class _LostExit:
         )
         # What Python would do, but for the exit code, which it would make 1.
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # Nobody may read it any more.
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(LOST_EXIT_CODE)

@@ -132,12 +132,15 @@ def _own_logs(logs):
 
 
 def _mean_logs(parts):
+    """The mean of what steps returned on all workers that had one."""
     total = sum(part.replicas for part in parts)
+    common = set.intersection(*(set(part.logs) for part in parts))
     return {
         key: np.float32(
             sum(part.logs[key] * part.replicas for part in parts) / total
         )
         for key in parts[0].logs
+        if key in common
     }
 
 
@@ -152,7 +155,7 @@ def _local_state(variables, is_chief):
             state.append(np.sum(values, axis=0))
         else:
             # There is one for all: the chief's.
-            state.append(values[0] * is_chief)
+            state.append(values[0] if is_chief else np.zeros_like(values[0]))
     return np.concatenate(state)
 
 
