@@ -69,6 +69,7 @@ class TestLaunch:
                     "devices_per_worker": 2,
                     "communicator": "horovod",
                     "quiet": True,
+                    "max_restarts": 0,
                 },
             )
         ]
@@ -86,6 +87,7 @@ class TestLaunch:
                     "devices_per_worker": None,
                     "communicator": "collective",
                     "quiet": False,
+                    "max_restarts": 0,
                 },
             )
         ]
