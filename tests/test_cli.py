@@ -212,7 +212,7 @@ def test_commands_refuse_arguments(
             ["launch"],
             [
                 *("help", "workers", "devices_per_worker"),
-                *("communicator", "quiet_workers"),
+                *("communicator", "max_restarts", "quiet_workers"),
             ],
         ),
         (["build-horovod"], ["help", "with_nccl", "with_mpi", "rebuild"]),
