@@ -17,6 +17,7 @@ MAY_IMPORT = {
         "_version",
         "averager",
         "callbacks",
+        "checkpoint_averaging",
         "communicators",
         "fit_callbacks",
         "schedules",
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "strategy",
     },
     "backups": {"fit_callbacks", "replica_state", "snapshots"},
+    "batch_norm": set(),
     "buckets": set(),
     "callbacks": {
         "agreement",
@@ -46,10 +48,20 @@ MAY_IMPORT = {
         "state",
         "worker_metrics",
     },
-    "cli": {"_version", "horovod_build", "launcher"},
+    "checkpoint_averaging": {
+        "batch_norm",
+        "checkpoint_files",
+        "file_mean",
+        "mean",
+        "model_files",
+        "snapshots",
+    },
+    "checkpoint_files": {"snapshots", "variable_rules"},
+    "cli": {"_version", "checkpoint_averaging", "horovod_build", "launcher"},
     "cluster": set(),
     "collective_communicator": {"communicators", "liveness"},
     "communicators": set(),
+    "file_mean": set(),
     "fit_callbacks": set(),
     "horovod_build": set(),
     "horovod_communicator": {
@@ -64,6 +76,7 @@ MAY_IMPORT = {
     "liveness": set(),
     "lost_exit": {"communicators"},
     "mean": set(),
+    "model_files": {"snapshots", "variable_rules"},
     "optimizer_parts": {"variables"},
     "participants": {
         "agreement",
@@ -90,6 +103,7 @@ MAY_IMPORT = {
     },
     "state": {"optimizer_parts", "variables"},
     "strategy": {"independent_replicas", "keras_hooks", "startup"},
+    "variable_rules": set(),
     "variables": set(),
     "worker_metrics": {"variables"},
     "worker_processes": set(),
@@ -104,7 +118,9 @@ PRIVATE_TENSORFLOW = {
     "strategy",
     "variables",
 }
-PRIVATE_KERAS = {"backups", "optimizer_parts", "state"}
+PRIVATE_KERAS = {"backups", "batch_norm", "optimizer_parts", "state"}
+# Who may read TensorFlow's protocol buffers, whose format is kept.
+PROTOCOL_BUFFERS = {"checkpoint_files"}
 # Private names of the standard library, by module.
 PRIVATE_STANDARD = {"lost_exit": {"_exit", "_run_exitfuncs"}}
 HOROVOD = {"horovod_communicator", "horovod_rendezvous"}
@@ -257,6 +273,8 @@ def test_private_modules_are_imported_where_they_may_be(module):
     allowed = []
     if module in PRIVATE_TENSORFLOW:
         allowed.append("tensorflow.python")
+    if module in PROTOCOL_BUFFERS:
+        allowed.append("tensorflow.core.protobuf")
     if module in HOROVOD:
         allowed.append("horovod")
     assert [n for n in private if not n.startswith(tuple(allowed))] == []

@@ -216,6 +216,7 @@ def test_commands_refuse_arguments(
             ],
         ),
         (["build-horovod"], ["help", "with_nccl", "with_mpi", "rebuild"]),
+        (["average"], ["help", "output", "refresh_batch_norm", "weights"]),
     ],
 )
 def test_help(capsys, monkeypatch, command, options, option):

@@ -3,6 +3,7 @@
 from tf_avgstrategy._version import __version__
 from tf_avgstrategy.averager import ParameterAverager
 from tf_avgstrategy.callbacks import PeriodicAveraging
+from tf_avgstrategy.checkpoint_averaging import average_models
 from tf_avgstrategy.communicators import Communicator
 from tf_avgstrategy.communicators import WorkerLostError
 from tf_avgstrategy.fit_callbacks import chief_only
@@ -17,5 +18,6 @@ __all__ = [
     "PeriodicAveraging",
     "WorkerLostError",
     "__version__",
+    "average_models",
     "chief_only",
 ]

@@ -1,5 +1,6 @@
 """The command `tf-avgstrategy`."""
 
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -10,6 +11,7 @@ from absl import app
 from absl import flags
 
 from tf_avgstrategy import _version
+from tf_avgstrategy import checkpoint_averaging
 from tf_avgstrategy import horovod_build
 from tf_avgstrategy import launcher
 
@@ -21,6 +23,7 @@ Commands:
   doctor         prints versions, whether they are supported, and devices
   launch         runs a script on several workers of this machine
   build-horovod  builds Horovod for the installed TensorFlow, and installs it
+  average        writes the mean of the files of several trained models
 
 `tf-avgstrategy COMMAND --help` lists the options of a command.
 """
@@ -60,6 +63,9 @@ def _run(argv):
         ),
         "build-horovod": _Command(
             _build_horovod, "[OPTIONS]", _build_horovod_options()
+        ),
+        "average": _Command(
+            _average, "--output=FILE [OPTIONS] FILES", _average_options()
         ),
     }
     name, arguments = "".join(argv[1:2]), argv[2:]
@@ -252,3 +258,72 @@ def _build_horovod(options, others):
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _average_options():
+    options = _options()
+    # Options may follow files here.
+    options.set_gnu_getopt(True)
+    flags.DEFINE_string(
+        "output",
+        None,
+        "Where the mean is written: a file of the kind that is averaged "
+        "(.keras, .weights.h5, prefix of a checkpoint, SavedModel). It may be "
+        "one of those.",
+        flag_values=options,
+    )
+    flags.DEFINE_list(
+        "weights",
+        None,
+        "A number >= 0 for each file, such as 2,1. None: equal ones.",
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "refresh_batch_norm",
+        None,
+        "PACKAGE.MODULE:FUNCTION, which returns a tf.data.Dataset. One pass "
+        "over it gives BatchNormalization the statistics of its rows. For "
+        ".keras files.",
+        flag_values=options,
+    )
+    return _allow_dashes(options)
+
+
+def _average(options, paths):
+    if not paths or options.output is None:
+        raise flags.Error("There must be files to average, and --output.")
+    weights = options.weights and _floats(options.weights)
+    dataset = options.refresh_batch_norm and _call(options.refresh_batch_norm)
+    try:
+        checkpoint_averaging.average_models(
+            paths,
+            weights,
+            output=options.output,
+            refresh_batch_norm=dataset,
+        )
+    except ValueError as error:
+        print(f"tf-avgstrategy average: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _floats(texts):
+    try:
+        return [float(text) for text in texts]
+    except ValueError as error:
+        raise flags.Error(f"--weights must be numbers: {error}.") from error
+
+
+def _call(name):
+    """Returns what a function returns, of a module here or installed."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ValueError, ImportError, AttributeError) as error:
+        raise flags.Error(
+            "--refresh_batch_norm must name a function, as "
+            f"package.module:function: {error}."
+        ) from error
+    finally:
+        sys.path.remove("")

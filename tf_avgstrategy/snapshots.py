@@ -10,7 +10,16 @@ import shutil
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["pack", "read", "unpack", "whole_file", "with_prefix", "write"]
+__all__ = [
+    "move",
+    "pack",
+    "read",
+    "unfinished_folder",
+    "unpack",
+    "whole_file",
+    "with_prefix",
+    "write",
+]
 
 _FORMAT = 1
 
@@ -103,19 +112,39 @@ def whole_file(path):
         file takes its place if nothing was raised.
     """
     path = pathlib.Path(path)
+    with unfinished_folder(path) as folder:
+        yield folder / path.name
+        move(folder / path.name, path)
+
+
+@contextlib.contextmanager
+def unfinished_folder(path):
+    """Yields an empty folder beside a path, which is removed at the end."""
+    path = pathlib.Path(path)
     folder = path.with_name(f".{path.name}.unfinished")
     # A process that was killed may have left it.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        yield folder / path.name
-        _to_disk(folder / path.name)
-        (folder / path.name).replace(path)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # The name is safe once its folder is.
     with contextlib.suppress(OSError):
         _to_disk(path.parent)
+
+
+def move(source, target):
+    """Gives a file, or a folder, its place once it is on the disk.
+
+    Args:
+        source: `pathlib.Path`.
+        target: `pathlib.Path` on the same disk. What is a folder must be free.
+    """
+    inside = [path for path in source.rglob("*") if path.is_file()]
+    for path in [*inside, source]:
+        _to_disk(path)
+    source.replace(target)
 
 
 def _to_disk(path):

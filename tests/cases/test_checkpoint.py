@@ -338,6 +338,23 @@ def test_ckpt_05_the_best_file_survives_a_worse_epoch(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_ckpt_06_offline_average(tmp_path, is_file):
+    models = []
+    for value in (1.0, 2.0, 6.0):
+        model = toys.slope_model()
+        model.layers[0].kernel.assign([[value]])
+        models.append(model)
+    unbuilt = keras.Sequential([layers.Dense(1, use_bias=False)])
+    if is_file:
+        for place, model in enumerate([*models, unbuilt]):
+            model.save(tmp_path / f"{place}.keras")
+        *models, unbuilt = sorted(tmp_path.iterdir())
+    assert toys.weight(avg.average_models(models)) == 3.0
+    with pytest.raises(ValueError, match="Build the model|is not built"):
+        avg.average_models([*models, unbuilt])
+
+
 def test_a_backup_of_another_model_is_refused(tmp_path):
     fit_with_backup(tmp_path / "backup", 6, stop=5)
 
