@@ -5,17 +5,23 @@ import toys
 from tf_avgstrategy import agreement
 
 
-def status(**fields):
+def status(weight=8.0, **fields):
     defaults = {
         "progress": agreement.IN_EPOCH,
         "steps": 4,
         "num_replicas": 2,
-        "weight": 8.0,
         "wants_round": True,
+        "looks": False,
         "gathers": agreement.NOTHING,
+        "learning_rate": 0.1,
+        "loss": 2.5,
+        "loss_weight": 8.0,
+        "drift": 0.0,
+        "seconds": 1.5,
         "num_excluded": 0,
         "sick_replica": -1,
         "sick_variable": -1,
+        "fragments": np.array([[weight, 4.0]]),
         "extremes": np.zeros([0, 2], np.int64),
     }
     return agreement.Status(**{**defaults, **fields})
@@ -26,7 +32,8 @@ class TestExchange:
         # float64 would round the counter.
         sent = status(extremes=np.array([[2**53 + 1, 2**62 + 1]]))
         for received in sent.exchange(toys.TwinCommunicator()):
-            assert received[:-1] == sent[:-1]
+            assert received[:-2] == sent[:-2]
+            np.testing.assert_array_equal(received.fragments, sent.fragments)
             np.testing.assert_array_equal(received.extremes, sent.extremes)
 
 

@@ -555,7 +555,7 @@ class TestErrors:
 
     def test_two_in_one_fit(self):
         self.refused(
-            "one `PeriodicAveraging` in a `fit`.*period=2 and .*period=3",
+            "one `PeriodicAveraging` in a `fit`.*period=2.* and .*period=3",
             [avg.PeriodicAveraging(2), avg.PeriodicAveraging(3)],
         )
 

@@ -127,5 +127,7 @@ def test_the_callback_is_made_of_its_config():
         "on_non_finite": "exclude",
     }
     averaging = avg.PeriodicAveraging.from_config(config)
-    assert averaging.get_config() == config
-    assert avg.PeriodicAveraging(**config).get_config() == config
+    assert averaging.get_config().items() >= config.items()
+    assert (
+        avg.PeriodicAveraging(**config).get_config() == averaging.get_config()
+    )

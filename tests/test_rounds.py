@@ -25,7 +25,9 @@ def make(values, communicator=None, **options):
     )
     travelling = state.travelling_rules(rules)
     references = (
-        [] if communicator is None else [tf.zeros([])] * len(travelling)
+        []
+        if communicator is None
+        else [tf.Variable(tf.zeros([])) for _ in travelling]
     )
     return made, rounds.Round(rules, strategy.communicator, references)
 
@@ -85,7 +87,7 @@ class TestWithAnotherWorker:
         rules = state.state_rules(
             layer.variables, [], slots="mean", overrides={}
         )
-        references = [tf.zeros([1]), tf.zeros([1])]
+        references = [tf.Variable([0.0]), tf.Variable([0.0])]
         round_ = rounds.Round(rules, communicator, references)
         round_.run(mean.shares([1, 1], total=4), extremes())
         assert toys.scalars(layer.moving_mean) == [2.0] * 2

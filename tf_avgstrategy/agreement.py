@@ -37,13 +37,21 @@ class Status(NamedTuple):
         progress: `IN_EPOCH`, `AFTER_EPOCH` or `AFTER_TRAINING`.
         steps: Int, training steps of its schedule.
         num_replicas: Int, its replicas that are not excluded.
-        weight: Float >= 0, what they weigh together.
         wants_round: Bool, whether the worker asks for a round.
+        looks: Bool, whether it asks the schedule.
         gathers: `NOTHING`, `METRICS` or `STATES`.
+        learning_rate: Float, that of its replicas. NaN: unknown.
+        loss: Float, its mean since the last look.
+        loss_weight: Float >= 0, the rows of that mean. 0: unknown.
+        drift: Float >= 0, how far its replicas are from the references.
+        seconds: Float >= 0, time since the last round by its clock.
         sick_replica: Int, the first of its replicas with a variable that is
             not finite, -1 if there is none.
         sick_variable: Int, that variable's place.
         num_excluded: Int, the replicas that do not count because of that.
+        fragments: Float64 array of shape `[F, 2]`. Of each fragment: what the
+            replicas that are not excluded weigh together, and the training
+            steps since it travelled.
         extremes: Int64 array of shape `[A, 2]`, the smallest and largest value
             on its replicas of each variable on which replicas must agree. Of
             floating point variables it contains float64 numbers.
@@ -52,33 +60,51 @@ class Status(NamedTuple):
     progress: int
     steps: int
     num_replicas: int
-    weight: float
     wants_round: bool
+    looks: bool
     gathers: int
+    learning_rate: float
+    loss: float
+    loss_weight: float
+    drift: float
+    seconds: float
     sick_replica: int
     sick_variable: int
     num_excluded: int
+    fragments: np.ndarray
     extremes: np.ndarray
+
+    @property
+    def weight(self):
+        """Float >= 0, what its replicas weigh together in all fragments."""
+        return float(self.fragments[:, 0].sum())
 
     def exchange(self, communicator):
         """Returns the list of all workers' `Status`, by rank."""
-        numbers = np.array(self[:-1], np.float64)
-        row = np.concatenate([numbers.view(np.int64), self.extremes.ravel()])
+        numbers = np.array(self[: len(_KINDS)], np.float64)
+        floats = np.concatenate([numbers, self.fragments.ravel()])
+        row = np.concatenate([floats.view(np.int64), self.extremes.ravel()])
         return [
-            _status(row, len(numbers))
+            _status(row, len(floats))
             for row in communicator.all_gather(row, "a round: ")
         ]
 
 
-def _status(row, num_numbers):
-    numbers = row[:num_numbers].view(np.float64)
+def _status(row, num_floats):
+    floats = row[:num_floats].view(np.float64)
     return Status(
-        *(kind(number) for kind, number in zip(_KINDS, numbers)),
-        extremes=row[num_numbers:].reshape(-1, 2),
+        *(kind(number) for kind, number in zip(_KINDS, floats)),
+        fragments=floats[len(_KINDS) :].reshape(-1, 2),
+        extremes=row[num_floats:].reshape(-1, 2),
     )
 
 
-_KINDS = (int, int, int, float, bool, int, int, int, int)
+# Of the attributes that are numbers.
+_KINDS = (
+    *(int, int, int, bool, bool, int),
+    *(float, float, float, float, float),
+    *(int, int, int),
+)
 
 
 def extremes(statuses, is_floating):

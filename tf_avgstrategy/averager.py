@@ -1,21 +1,26 @@
 """The averager: one recipe for every round, whoever asks for it."""
 
+import contextlib
 import json
+import math
+import time
 
 import tensorflow as tf
+from absl import logging
 
 from tf_avgstrategy import agreement
+from tf_avgstrategy import averaging_settings
 from tf_avgstrategy import buckets
+from tf_avgstrategy import losses
 from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import participants
 from tf_avgstrategy import rounds
+from tf_avgstrategy import running_means
 from tf_avgstrategy import schedules
 from tf_avgstrategy import state
 from tf_avgstrategy import strategy as strategies
 
-__all__ = ["NON_FINITE_RULES", "ParameterAverager", "check_non_finite"]
-
-NON_FINITE_RULES = ("raise", "exclude")
+__all__ = ["ParameterAverager", "check_strategy"]
 
 
 class ParameterAverager(tf.train.experimental.PythonState):
@@ -51,6 +56,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         optimizers: A Keras optimizer or a list of them. A single one that is
             not built yet is built here on the trainable variables.
         period: Int >= 1, local steps between two rounds, see `Periodic`.
+            `None` if there is a `schedule`.
         warmup_steps: Int >= 0, opening steps each followed by a round.
         slots: What a round does to optimizer slots. "mean" averages them,
             "keep" leaves each replica its own, "reset" sets them to the value
@@ -61,6 +67,23 @@ class ParameterAverager(tf.train.experimental.PythonState):
         on_non_finite: What a round does if parameters or slots of a replica
             are not finite. "raise": a FloatingPointError on every worker.
             "exclude": the replica does not count and adopts the others' mean.
+        schedule: `Schedule`, in place of `period` and `warmup_steps`.
+        outer_optimizer: `keras.optimizers.Optimizer` that takes a step from
+            what the last round left along the way to the mean, with the
+            weights alone. Only its settings are used. `None`: onto the mean.
+        outer_device: String, the device that holds what the outer optimizer
+            needs. By default the host.
+        fragments: Int >= 1. Weights are cut into so many fragments of similar
+            bytes, one of which travels every `period / fragments` steps.
+        periods: Dict from regular expression to period in steps, for weights
+            whose path it is found in, a multiple of `period / fragments`.
+            `{"embedding": 64}` averages embeddings every 64 steps.
+        local_period: Int >= 1, local steps between two averagings of the
+            replicas of each worker, without the others. `None`: there are
+            none.
+        elastic_alpha: Float in (0, 1], how far replicas move towards the mean
+            in a scheduled round, 1 is onto it. Before whoever looks they
+            always move onto it.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -86,47 +109,67 @@ class ParameterAverager(tf.train.experimental.PythonState):
     ```
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each choice of the user.
         self,
         strategy,
         variables,
         optimizers,
         *,
-        period,
+        period=None,
         warmup_steps=0,
         slots="mean",
         overrides=None,
         on_non_finite="raise",
+        schedule=None,
+        outer_optimizer=None,
+        outer_device="CPU:0",
+        fragments=1,
+        periods=None,
+        local_period=None,
+        elastic_alpha=1.0,
     ):
         check_strategy(strategy)
-        state.check_slots(slots)
-        check_non_finite(on_non_finite)
+        settings = averaging_settings.make(
+            period=period,
+            warmup_steps=warmup_steps,
+            slots=slots,
+            overrides=overrides,
+            on_non_finite=on_non_finite,
+            schedule=schedule,
+            outer_optimizer=outer_optimizer,
+            outer_device=outer_device,
+            fragments=fragments,
+            periods=periods,
+            local_period=local_period,
+            elastic_alpha=elastic_alpha,
+        )
         strategy.check_environment()
         if not isinstance(optimizers, (list, tuple)):
             optimizers = [optimizers]
-        self._schedule = schedules.Periodic(period, warmup_steps)
         self._strategy = strategy
         self._variables = list(variables)
         self._optimizers = list(optimizers)
         _check_variables(self._variables)
         state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
-        self._steps_per_update = optimizer_parts.gradient_accumulation_steps(
-            self._optimizers
-        )
         self._participant = participants.Participant(
-            strategy,
-            self._variables,
-            self._optimizers,
-            settings=str(self._schedule),
-            slots=slots,
-            overrides=dict(overrides or {}),
-            is_excluding=on_non_finite == "exclude",
+            strategy, self._variables, self._optimizers, settings
         )
+        self._settings = settings
+        self._schedule = settings.schedule
         self._is_pending = False
         self._more_copies = dict
+        self._losses = losses.LossMeter()
+        self._clock = time.monotonic
+        self._last_round_time = self._clock()
+        self._has_warned = False
+        self._running_mean = None
+        self._restored_mean = {}
+        self._counts_rounds = True
         self.steps = optimizer_parts.steps_made(self._optimizers)
         self._steps_before_epoch = self.steps
+        self._participant.on_round(self._note_round)
+        self._begin_schedule()
         self.start()
 
     @property
@@ -155,7 +198,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """List of `StateRule`, what a round does to each variable."""
         return self._participant.rules
 
-    def step(self, num_steps=1):
+    def step(self, num_steps=1, loss=None):
         """Counts training steps and runs a round if one is due.
 
         Call it after each training step, outside of any `tf.function`. Where
@@ -164,6 +207,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
         Args:
             num_steps: Int >= 0, training steps since the last call.
+            loss: Float or scalar tensor, the mean loss of these steps, for a
+                schedule that needs one.
 
         Returns:
             Bool, whether a round was run.
@@ -178,18 +223,21 @@ class ParameterAverager(tf.train.experimental.PythonState):
             if rule.copies:
                 # What a checkpoint did not restore after all.
                 rule.variable.restored_copies = None
-        before = self.steps // self._steps_per_update
+        if loss is not None and self._schedule.needs_loss:
+            self._losses.add(float(loss), num_steps)
+        participant = self._participant
+        before = self.steps // participant.steps_per_update
         self.steps += num_steps
-        after = self.steps // self._steps_per_update
-        self._is_pending |= any(
-            map(self._schedule.is_due, range(before + 1, after + 1))
-        )
-        if not self._is_pending or optimizer_parts.holds_half_gradients(
-            self._optimizers
-        ):
+        after = self.steps // participant.steps_per_update
+        self._is_pending |= participant.timetable.has_look(before, after)
+        if optimizer_parts.holds_half_gradients(self._optimizers):
             return False
-        self.average()
-        return True
+        rounds_before = self.rounds
+        if self._is_pending:
+            self._take_part(agreement.IN_EPOCH, looks=True)
+        if self.rounds == rounds_before:
+            participant.average_locally(before, after)
+        return self.rounds > rounds_before
 
     def average_if_stepped(self):
         """Runs a round if a worker made a training step since the last one.
@@ -234,6 +282,53 @@ class ParameterAverager(tf.train.experimental.PythonState):
         _check_eager()
         self._wait_for_all(agreement.AFTER_EPOCH)
 
+    def keep_running_mean(self, decay=None):
+        """Keeps a mean over rounds of the averaged model, on the host.
+
+        Every worker calls it. If one is kept already, it goes on.
+
+        Args:
+            decay: Float in (0, 1), an exponential moving average that keeps so
+                much at a round. `None`: the mean of all rounds.
+
+        Raises:
+            ValueError: If it is out of its range, or another one than that of
+                the mean that is kept.
+        """
+        kept = self._running_mean
+        if kept is None:
+            self._running_mean = running_means.RunningMean(self.rules, decay)
+            self._running_mean.restore(self._restored_mean)
+        elif kept.decay != decay:
+            raise ValueError(
+                "There can be one running mean of a model. Received: decay="
+                f"{decay!r} where one of decay={kept.decay!r} is kept. Pass "
+                "the same, or make another averager."
+            )
+
+    def count_rounds(self, is_counting):
+        """Says whether rounds count for the running mean."""
+        self._counts_rounds = bool(is_counting)
+
+    @contextlib.contextmanager
+    def averaged_weights(self):
+        """Puts the running mean into the model for as long as it is open.
+
+        Then every replica has what it had, bit for bit. Nothing that trains
+        belongs within.
+
+        Raises:
+            RuntimeError: If there is no running mean.
+        """
+        if self._running_mean is None:
+            raise RuntimeError(
+                "There must be a running mean to put into the model. Received: "
+                "an averager that keeps none. Call `keep_running_mean` before "
+                "training, or pass `AveragedModelCheckpoint` to `fit`."
+            )
+        with self._running_mean.in_place():
+            yield
+
     def end_training(self):
         """Like `end_epoch`, for a worker that has no more epochs to come.
 
@@ -273,6 +368,17 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self.steps = self._steps_before_epoch = other.steps
         self._participant.rounds = other.rounds
         self._participant.excluded = other.excluded
+        self._begin_schedule()
+
+    def read_losses_from(self, function):
+        """Lets the schedule know the loss of a training.
+
+        Args:
+            function: Function without arguments that returns two floats, the
+                sum of the losses of this worker's rows so far in this epoch
+                and the number of these rows, or None if there are none.
+        """
+        self._losses.read_from(function)
 
     def start_counting_rows(self):
         """Forgets rows that were seen before, perhaps by another model."""
@@ -300,8 +406,11 @@ class ParameterAverager(tf.train.experimental.PythonState):
         return parts
 
     def gather_replica_states(self):
-        """Returns the `replica_state` of all workers, by rank."""
-        return self.gather(self.replica_state(), agreement.STATES)
+        """Returns the `replica_state` of all workers, by rank.
+
+        What all have in common is in that of the chief.
+        """
+        return self.gather(self._give(agreement.STATES), agreement.STATES)
 
     def keep_also(self, more_copies):
         """Adds variables to the state of replicas.
@@ -312,22 +421,39 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         self._more_copies = more_copies
 
-    def replica_state(self):
-        """Returns counters, and what local replicas hold alone, as bytes."""
+    def replica_state(self, with_common=True):
+        """Returns counters, and what local replicas hold alone, as bytes.
+
+        Args:
+            with_common: Bool, whether with what all workers have in common.
+        """
         counters = {
             "steps": self.steps,
             "steps_in_epoch": self.steps_in_epoch,
             "pending": self._is_pending,
+            "seconds": self._seconds,
+            "loss": self._losses.since_last_look(),
         }
-        return self._participant.replica_state(counters, self._more_copies())
+        more = {}
+        if with_common and self._running_mean is not None:
+            more = self._running_mean.tensors()
+        return self._participant.replica_state(
+            counters,
+            self._more_copies(),
+            with_common=with_common,
+            more_common=more,
+        )
 
-    def restore_replica_state(self, data, *, is_own, is_within_restore=False):
+    def restore_replica_state(
+        self, data, common=None, *, is_own, is_within_restore=False
+    ):
         """Takes back what `replica_state` returned.
 
         Args:
             data: Bytes.
+            common: Bytes with what all workers have in common. `None`: `data`.
             is_own: Bool, whether it is of as many replicas on this worker. If
-                not, only counters and seeds are taken.
+                not, only counters, seeds and what is common are taken.
             is_within_restore: Bool, whether a checkpoint is about to restore
                 the variables, which would give each replica the mean.
 
@@ -335,12 +461,19 @@ class ParameterAverager(tf.train.experimental.PythonState):
             Function without arguments that restores the variables of
             `keep_also`.
         """
-        counters, restore_more = self._participant.restore_replica_state(
-            data, is_own=is_own, is_within_restore=is_within_restore
+        participant = self._participant
+        counters, more, restore_more = participant.restore_replica_state(
+            data, common, is_own=is_own, is_within_restore=is_within_restore
         )
+        self._restored_mean = more
+        if self._running_mean is not None:
+            self._running_mean.restore(more)
         self.steps = counters["steps"]
         self._steps_before_epoch = self.steps - counters["steps_in_epoch"]
         self._is_pending = counters["pending"] and is_own
+        self._last_round_time = self._clock() - counters.get("seconds", 0.0)
+        if is_own:
+            self._losses.restore(counters.get("loss", (0.0, 0.0)))
         return lambda: restore_more(self._more_copies())
 
     def serialize(self):
@@ -389,20 +522,75 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self.steps, self._steps_before_epoch = self._participant.start(
             self.steps, self._steps_before_epoch
         )
+        communicator = self._strategy.communicator
+        if self._running_mean is not None and communicator.size > 1:
+            tensors = self._running_mean.tensors()
+            values = communicator.broadcast(list(tensors.values()))
+            self._running_mean.restore(dict(zip(tensors, values)))
+
+    @property
+    def _seconds(self):
+        return self._clock() - self._last_round_time
+
+    def _note_round(self, rules):
+        if self._running_mean is not None and self._counts_rounds:
+            self._running_mean.update(rules, self._participant.left_by_round)
+
+    def _begin_schedule(self):
+        self._participant.begin_schedule(self.steps, self._learning_rate())
+
+    def _learning_rate(self):
+        if not self._settings.needs_learning_rate:
+            return math.nan
+        return optimizer_parts.learning_rate(self._optimizers)
+
+    def _observe(self):
+        loss, weight = 0.0, 0.0
+        if self._schedule.needs_loss:
+            loss, weight = self._losses.since_last_look()
+            self._warn_without_loss(weight)
+        return {
+            "learning_rate": self._learning_rate(),
+            "loss": loss,
+            "loss_weight": weight,
+            "seconds": self._seconds,
+        }
+
+    def _warn_without_loss(self, weight):
+        if not weight and self._is_pending and not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "%s needs the loss, and there is none: its period stays as it "
+                "is. Let `train_step` update a `keras.metrics.Mean` called "
+                '"loss", or pass `loss` to `ParameterAverager.step`.',
+                type(self._schedule).__name__,
+            )
 
     def _take_part(self, progress, give=None, **what):
         """Does what `Participant.take_part` does, which may be a round."""
         rounds_before = self.rounds
         met = self._participant.take_part(
-            self.steps, progress, give=give or self._give, **what
+            self.steps,
+            progress,
+            observed=self._observe(),
+            give=give or self._give,
+            **what,
         )
-        if self.rounds > rounds_before:
+        is_round = self.rounds > rounds_before
+        if is_round:
+            self._last_round_time = self._clock()
+        if is_round or any(status.looks for status in met[0]):
             self._is_pending = False
+            self._losses.look()
         return met
 
     def _give(self, kind):
         """What a worker that waits for the others gives them."""
-        return self.replica_state() if kind == agreement.STATES else b""
+        if kind != agreement.STATES:
+            return b""
+        return self.replica_state(
+            with_common=self._strategy.communicator.rank == 0
+        )
 
     def _wait_for_all(self, progress):
         while True:
@@ -423,18 +611,6 @@ def check_strategy(strategy):
             "does nothing. Received: a model or averager under "
             f"{type(strategy).__name__}. Make model and optimizer inside "
             "`with tf_avgstrategy.ParameterAveragingStrategy().scope():`."
-        )
-
-
-def check_non_finite(on_non_finite):
-    """Raises a ValueError unless it is a rule for what is not finite."""
-    if on_non_finite not in NON_FINITE_RULES:
-        raise ValueError(
-            "`on_non_finite` must be one of "
-            f"{', '.join(map(repr, NON_FINITE_RULES))}, what a round does with "
-            "replicas that are not finite. Received: "
-            f'on_non_finite={on_non_finite!r}. Pass on_non_finite="raise" to '
-            "stop every worker."
         )
 
 

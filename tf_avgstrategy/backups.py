@@ -226,7 +226,9 @@ class AfterOthers(keras.callbacks.Callback):
         is_same = header["replicas"] == strategy.extended.all_replicas
         rank = strategy.communicator.rank if is_same else 0
         restored = averager.restore_replica_state(
-            parts[str(rank)].numpy().tobytes(), is_own=is_same
+            parts[str(rank)].numpy().tobytes(),
+            parts["0"].numpy().tobytes(),
+            is_own=is_same,
         )
         fit_callbacks.restore_callback_states(
             self._others,

@@ -1,5 +1,6 @@
 """Keras callbacks: rounds inside `model.fit`."""
 
+import functools
 import math
 
 import keras
@@ -7,11 +8,11 @@ import tensorflow as tf
 
 from tf_avgstrategy import agreement
 from tf_avgstrategy import averager as averagers
+from tf_avgstrategy import averaging_settings
 from tf_avgstrategy import backups
 from tf_avgstrategy import fit_callbacks
 from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import schedules
-from tf_avgstrategy import state
 from tf_avgstrategy import worker_metrics
 
 __all__ = ["PeriodicAveraging"]
@@ -43,7 +44,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     Args:
         period: Int >= 1, local training steps between two rounds. With
-            `steps_per_execution=k` a multiple of k.
+            `steps_per_execution=k` a multiple of k. `None` if there is a
+            `schedule`.
         warmup_steps: Int >= 0, opening steps that are each followed by a
             round (post-local SGD).
         slots: What a round does to optimizer slots (momentum, Adam's moments).
@@ -56,6 +58,25 @@ class PeriodicAveraging(keras.callbacks.Callback):
             are not finite. "raise": a FloatingPointError on every worker.
             "exclude": the replica does not count and adopts the others' mean;
             the epoch's logs hold the number of these as `"excluded"`.
+        schedule: `Schedule` in place of `period`, such as
+            `QuadraticSynchronizationRule`.
+        outer_optimizer: `keras.optimizers.Optimizer` that takes a step from
+            what the last round left along the way to the mean, such as
+            `tf_avgstrategy.outer_optimizers.diloco()`. Only its settings are
+            used, and only weights take part. `None`: onto the mean.
+        outer_device: String, the device that holds what the outer optimizer
+            needs. By default the host.
+        fragments: Int >= 1. Weights are cut into so many fragments of similar
+            bytes, one of which travels every `period / fragments` steps.
+        periods: Dict from regular expression to period in steps, for weights
+            whose path it is found in, a multiple of `period / fragments`.
+            `{"embedding": 64}` averages embeddings every 64 steps.
+        local_period: Int >= 1, local steps between two averagings of the
+            replicas of each worker, without the network. `None`: there are
+            none.
+        elastic_alpha: Float in (0, 1], how far replicas move towards the mean
+            in a scheduled round, 1 is onto it. Before whoever looks they
+            always move onto it.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -81,18 +102,37 @@ class PeriodicAveraging(keras.callbacks.Callback):
         2019, https://arxiv.org/abs/1905.03817.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each choice of the user.
         self,
-        period,
+        period=None,
         warmup_steps=0,
         slots="mean",
         overrides=None,
         on_non_finite="raise",
+        schedule=None,
+        outer_optimizer=None,
+        outer_device="CPU:0",
+        fragments=1,
+        periods=None,
+        local_period=None,
+        elastic_alpha=1.0,
     ):
         super().__init__()
-        schedules.Periodic(period, warmup_steps)
-        state.check_slots(slots)
-        averagers.check_non_finite(on_non_finite)
+        self._arguments = {
+            "period": period,
+            "warmup_steps": warmup_steps,
+            "slots": slots,
+            "overrides": overrides,
+            "on_non_finite": on_non_finite,
+            "schedule": schedule,
+            "outer_optimizer": outer_optimizer,
+            "outer_device": outer_device,
+            "fragments": fragments,
+            "periods": periods,
+            "local_period": local_period,
+            "elastic_alpha": elastic_alpha,
+        }
+        self._settings = averaging_settings.make(**self._arguments)
         self.period = period
         self.warmup_steps = warmup_steps
         self.slots = slots
@@ -105,21 +145,39 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._excluded_before = 0
         self._is_arranged = False
         self._is_epoch_open = False
+        self._listeners = []
 
     def get_config(self):
         """Returns the arguments as a dict, for `from_config`."""
-        return {
-            "period": self.period,
-            "warmup_steps": self.warmup_steps,
-            "slots": self.slots,
-            "overrides": self.overrides,
-            "on_non_finite": self.on_non_finite,
-        }
+        config = dict(self._arguments)
+        schedule = config["schedule"]
+        if schedule is not None:
+            config["schedule"] = {
+                "class_name": type(schedule).__name__,
+                "config": schedule.get_config(),
+            }
+        if config["outer_optimizer"] is not None:
+            config["outer_optimizer"] = keras.optimizers.serialize(
+                config["outer_optimizer"]
+            )
+        return config
 
     @classmethod
     def from_config(cls, config):
         """Makes a callback of what `get_config` returned."""
+        config = dict(config)
+        if config.get("schedule") is not None:
+            config["schedule"] = schedules.from_config(**config["schedule"])
+        if config.get("outer_optimizer") is not None:
+            config["outer_optimizer"] = keras.optimizers.deserialize(
+                config["outer_optimizer"]
+            )
         return cls(**config)
+
+    @property
+    def schedule(self):
+        """`Schedule` of the rounds, those of single fragments where cut."""
+        return self._settings.schedule
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what.
@@ -173,6 +231,11 @@ class PeriodicAveraging(keras.callbacks.Callback):
             counters.append((save_freq, 0))
         self.moments = fit_callbacks.SaveMoments(counters)
         self._is_arranged = True
+        self._listeners = [
+            callback
+            for callback in others
+            if hasattr(callback, "on_averaging_begin")
+        ]
         last = backups.AfterOthers(self, others, backup, save_freq)
         return [self, *others, last]
 
@@ -194,6 +257,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
     def begin(self):
         """Gives all workers the chief's state, once nobody changes it more."""
         self._prepare_averager(optimizer_parts.find_optimizers(self.model))
+        for listener in self._listeners:
+            listener.on_averaging_begin(self.averager)
         self._steps_seen = self._num_steps_run()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -211,7 +276,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.close_epoch()
-        if self.on_non_finite == "exclude" and logs is not None:
+        if self._settings.is_excluding and logs is not None:
             logs["excluded"] = self.averager.excluded - self._excluded_before
 
     def on_test_begin(self, logs=None):
@@ -253,11 +318,10 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self.model.distribute_strategy,
             variables,
             optimizers,
-            period=self.period,
-            warmup_steps=self.warmup_steps,
-            slots=self.slots,
-            overrides=self.overrides,
-            on_non_finite=self.on_non_finite,
+            **self._arguments,
+        )
+        self.averager.read_losses_from(
+            functools.partial(worker_metrics.loss_sums, self.model)
         )
         if last is not None:
             self.averager.go_on_counting(last)
@@ -306,8 +370,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
             raise ValueError(
                 "There must be one `PeriodicAveraging` in a `fit`, two would "
                 "average twice. Received: one of "
-                f"period={ours[0].period} and one of period={ours[1].period}. "
-                "Remove one of them from `callbacks`."
+                f"{ours[0].schedule} and one of {ours[1].schedule}. Remove one "
+                "of them from `callbacks`."
             )
 
     def _check_steps_per_execution(self):
@@ -316,21 +380,25 @@ class PeriodicAveraging(keras.callbacks.Callback):
             optimizer_parts.find_optimizers(self.model)
         )
         unit = executed // math.gcd(executed, accumulated)
-        if self.period % unit:
-            fitting = -(-self.period // unit) * unit
-            raise ValueError(
-                "`period` must be a multiple of the steps that Keras runs "
-                "between two callbacks, or rounds come late. Received: "
-                f"period={self.period} with steps_per_execution={executed}. "
-                f"Pass period={fitting} or compile with steps_per_execution=1."
-            )
-        if self.warmup_steps and unit > 1:
+        warmup_steps = getattr(self.schedule, "warmup_steps", 0)
+        if warmup_steps and unit > 1:
             raise ValueError(
                 "`warmup_steps` needs a callback after every step. Received: "
-                f"warmup_steps={self.warmup_steps} with steps_per_execution="
+                f"warmup_steps={warmup_steps} with steps_per_execution="
                 f"{executed}. Compile with steps_per_execution=1 or pass "
                 "warmup_steps=0."
             )
+        local = self._settings.local_period
+        for period in (*self.schedule.periods, *([local] if local else [])):
+            if period % unit:
+                fitting = -(-period // unit) * unit
+                raise ValueError(
+                    "`period` must be a multiple of the steps that Keras runs "
+                    "between two callbacks, or rounds come late. Received: "
+                    f"period={period} with steps_per_execution={executed}. "
+                    f"Pass period={fitting} or compile with "
+                    "steps_per_execution=1."
+                )
 
 
 class _CompiledStep:

@@ -9,6 +9,7 @@ __all__ = [
     "Shares",
     "accumulation_dtype",
     "check_weights",
+    "distance",
     "shares",
     "total_variances",
     "weighted_offset",
@@ -128,3 +129,25 @@ def total_variances(variances, means, mean):
         tf.cast(variance, dtype) + tf.square(tf.cast(m, dtype) - mean)
         for variance, m in zip(variances, means)
     ]
+
+
+def distance(values, references):
+    """Returns the L2 distance between two lists of tensors.
+
+    Args:
+        values: List of floating point tensors.
+        references: List of tensors of the same shapes.
+
+    Returns:
+        Float64 scalar, to which many small squares can be added.
+    """
+    squares = [
+        tf.reduce_sum(
+            tf.square(tf.cast(value, dtype) - tf.cast(reference, dtype))
+        )
+        for value, reference in zip(values, references)
+        for dtype in [accumulation_dtype(reference.dtype)]
+    ]
+    with tf.device("CPU:0"):
+        total = tf.add_n([tf.cast(s, tf.float64) for s in squares] or [0.0])
+        return tf.sqrt(tf.cast(total, tf.float64))

@@ -16,7 +16,9 @@ __all__ = [
     "has_only_defaults",
     "holds_half_gradients",
     "is_in_scope",
+    "learning_rate",
     "parts",
+    "per_step_settings",
     "steps_made",
 ]
 
@@ -119,6 +121,24 @@ def holds_half_gradients(optimizers):
         for part in parts(optimizer)
         if part.gradient_accumulation_steps
     )
+
+
+def learning_rate(optimizers):
+    """Returns the learning rate in force of the first optimizer, a float.
+
+    NaN if there is none.
+    """
+    for optimizer in optimizers:
+        for part in parts(optimizer):
+            if not hasattr(part, "inner_optimizer"):
+                return float(part.learning_rate)
+    return math.nan
+
+
+def per_step_settings(optimizer):
+    """Returns the names of settings that need a step for each batch."""
+    names = ("gradient_accumulation_steps", "use_ema", "loss_scale_factor")
+    return [name for name in names if getattr(optimizer, name, None)]
 
 
 def parts(optimizer):

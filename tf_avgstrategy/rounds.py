@@ -1,12 +1,15 @@
 """Rounds: what one averaging reads, sends and writes."""
 
+import math
+
 import tensorflow as tf
 
 from tf_avgstrategy import buckets
 from tf_avgstrategy import mean
 from tf_avgstrategy import state
+from tf_avgstrategy import variables
 
-__all__ = ["Round", "specs"]
+__all__ = ["Round", "outer_rules", "specs"]
 
 _AGREEING = ("minimum", "maximum", "restart")
 
@@ -22,11 +25,19 @@ class Round:
     Args:
         rules: List of `StateRule`, on every worker the same.
         communicator: `Communicator`.
-        references: List of tensors, one for each of the rules that travel, bit
-            for bit the same on every worker. Empty with one worker.
+        references: List of `tf.Variable`, one for each of the rules that
+            travel, bit for bit the same on every worker. May be empty with one
+            worker.
+        outer: Object with the methods of `outer_optimizers.OuterStep`, whose
+            parameters are the references of the `outer_rules`. `None`: the
+            mean is taken as it is.
+        elastic_alpha: Float in (0, 1], how far towards the mean the replicas
+            move in a scheduled round.
     """
 
-    def __init__(self, rules, communicator, references=()):
+    def __init__(
+        self, rules, communicator, references=(), outer=None, elastic_alpha=1.0
+    ):
         self._communicator = communicator
         self._rules = rules
         self._agreeing = [rule for rule in rules if rule.rule in _AGREEING]
@@ -45,8 +56,9 @@ class Round:
             id(rule.copies[0]): place
             for place, rule in enumerate(self._travelling)
         }
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._references = [tf.Variable(r, False) for r in references]
+        self._references = list(references)
+        self._outer = outer
+        self._elastic_alpha = elastic_alpha
         self._variances = [r for r in self._travelling if r.rule == "pooled"]
         self._means = [r for r in self._travelling if r.rule != "pooled"]
         self._mean_plan, self._variance_plan = (
@@ -60,6 +72,7 @@ class Round:
         )
         self._write = tf.function(self._write_all, autograph=False)
         self._whole = tf.function(self._run_alone, autograph=False)
+        self._distances = tf.function(self._drift, autograph=False)
 
     @property
     def travelling(self):
@@ -95,49 +108,87 @@ class Round:
         is_finite, extremes = self._read_state()
         return is_finite.numpy(), extremes.numpy()
 
-    def run(self, shares, extremes):
+    def drift(self):
+        """Returns how far replicas are from the references, a float.
+
+        The L2 distance of all weights, by the norm of the references. Mean
+        over the local replicas.
+        """
+        return float(self._distances())
+
+    def run(self, shares, extremes, is_scheduled=False, inner_rate=math.nan):
         """Replaces the variables of every replica by their mean.
 
         Args:
             shares: `Shares` of the local replicas.
             extremes: Int64 array of shape `[A, 2]`, like those of
                 `replica_state` but over all replicas of all workers.
+            is_scheduled: Bool, whether replicas move towards the mean as far
+                as `elastic_alpha` says, or onto it.
+            inner_rate: Float, the learning rate of the replicas.
         """
-        ratios = tf.constant(shares.ratios, tf.float64)
-        extremes = tf.constant(extremes, tf.int64)
-        if self._communicator.size == 1:
-            self._whole(ratios, extremes, shares.anchor)
-        else:
-            self.finish(self.begin(ratios, shares.anchor), extremes)
+        self.finish(
+            self.begin(shares), shares, extremes, is_scheduled, inner_rate
+        )
 
-    def begin(self, ratios, anchor):
+    def begin(self, shares):
         """Takes the snapshot that travels and exchanges it.
 
         Workers must have agreed on this round just before.
 
         Args:
-            ratios: Float64 tensor of shape `[R]`, the local replicas' shares.
-            anchor: Int, the local replica with the largest share.
+            shares: `Shares` of the local replicas.
 
         Returns:
             Two lists of buffers, summed over all workers: of what has a mean,
-            and of the variances, which need these means.
+            and of the variances, which need these means. `None` with one
+            worker, where nothing travels.
         """
-        offsets = self._take_means(ratios, anchor)
+        if self._communicator.size == 1:
+            return None
+        ratios = tf.constant(shares.ratios, tf.float64)
+        offsets = self._take_means(ratios, shares.anchor)
         sums = self._communicator.all_reduce_sum(offsets, is_agreed=True)
         if not self._variances:
             return sums, []
-        offsets = self._take_variances(sums, ratios, anchor)
+        offsets = self._take_variances(sums, ratios, shares.anchor)
         return sums, self._communicator.all_reduce_sum(offsets, is_agreed=True)
 
-    def finish(self, sums, extremes):
-        """Writes what `begin` returned to every replica, all or nothing."""
-        self._write(*sums, extremes, 0)
+    def finish(self, sums, shares, extremes, is_scheduled, inner_rate):
+        """Writes what `begin` returned to every replica, all or nothing.
 
-    def _run_alone(self, ratios, extremes, anchor):
+        Args:
+            sums: What `begin` returned.
+            shares: See `run`.
+            extremes: See `run`.
+            is_scheduled: See `run`.
+            inner_rate: See `run`.
+        """
+        ratios = tf.constant(shares.ratios, tf.float64)
+        extremes = tf.constant(extremes, tf.int64)
+        is_elastic = is_scheduled and self._elastic_alpha < 1
+        inner_rate = tf.constant(inner_rate, tf.float32)
+
+        def write():
+            if sums is None:
+                self._whole(
+                    ratios, extremes, shares.anchor, is_elastic, inner_rate
+                )
+            else:
+                self._write(*sums, extremes, 0, is_elastic, inner_rate)
+
+        # An outer optimizer would take the step of all replicas in their scope.
+        if self._outer is None:
+            write()
+        else:
+            variables.outside_of_scopes(write)
+
+    def _run_alone(self, ratios, extremes, anchor, is_elastic, inner_rate):
         sums = self._mean_offsets(ratios, anchor)
         variance_sums = self._variance_offsets(sums, ratios, anchor)
-        self._write_all(sums, variance_sums, extremes, anchor)
+        self._write_all(
+            sums, variance_sums, extremes, anchor, is_elastic, inner_rate
+        )
 
     def _state(self):
         is_finite = [
@@ -203,7 +254,9 @@ class Round:
                 moved[id(rule.copies[0])] = value
         return moved
 
-    def _write_all(self, sums, variance_sums, extremes, anchor):
+    def _write_all(
+        self, sums, variance_sums, extremes, anchor, is_elastic, inner_rate
+    ):
         moved = {
             **self._new_means(sums, anchor),
             **self._moved(
@@ -221,13 +274,68 @@ class Round:
         # Through one node: an edge from every value to every write would make
         # their number grow with the square of the number of variables.
         with tf.control_dependencies([tf.group(*computed, *moved.values())]):
+            outer = self._outer_values(sums, inner_rate)
             for rule, value in new_values:
+                value = outer.get(
+                    id(rule.copies[0]) if rule.copies else 0, value
+                )
                 if rule.rule == "keep in step":
                     _empty(rule.copies, value)
+                elif value is not None and is_elastic and rule.travels:
+                    _move(rule.copies, value, self._elastic_alpha)
                 elif value is not None:
                     _write(rule.copies, value)
             for rule, reference in zip(self._travelling, self._references):
-                _write([reference], moved[id(rule.copies[0])])
+                key = id(rule.copies[0])
+                # As the replicas hold it, whatever the reference's dtype.
+                value = tf.cast(
+                    outer.get(key, moved[key]), rule.copies[0].dtype
+                )
+                _write([reference], value)
+
+    def _outer_values(self, sums, inner_rate):
+        """Where an outer optimizer takes weights, by the first copy's id."""
+        if self._outer is None:
+            return {}
+        offsets = dict(
+            zip(
+                [id(rule.copies[0]) for rule in self._means],
+                buckets.unpack(self._mean_plan, sums),
+            )
+        )
+        keys = [id(rule.copies[0]) for rule in outer_rules(self._travelling)]
+        # Offsets are means minus outer parameters.
+        self._outer.take([-offsets[key] for key in keys], inner_rate)
+        return {
+            key: parameter.read_value()
+            for key, parameter in zip(keys, self._outer.parameters)
+        }
+
+    def _drift(self):
+        pairs = [
+            (rule, reference.read_value())
+            for rule, reference in zip(self._travelling, self._references)
+            if rule.kind == "weight"
+        ]
+        references = [reference for _, reference in pairs]
+        copies = zip(*(rule.copies for rule, _ in pairs))
+        distances = [mean.distance(_read(own), references) for own in copies]
+        norm = mean.distance(references, map(tf.zeros_like, references))
+        drift = tf.add_n(distances) / len(distances)
+        # From zeros any step is far.
+        return tf.where(drift > 0, drift / norm, 0.0)
+
+
+def outer_rules(rules):
+    """Returns the rules of what an outer optimizer takes its step on.
+
+    That is weights alone: a step beyond the mean of variances or of squared
+    gradients could make them negative.
+
+    Args:
+        rules: List of `StateRule`.
+    """
+    return [r for r in rules if r.kind == "weight" and r.rule == "mean"]
 
 
 def specs(rules):
@@ -311,3 +419,12 @@ def _write(copies, value):
     for copy in copies:
         with tf.device(copy.device):
             copy.assign(tf.cast(value, copy.dtype), read_value=False)
+
+
+def _move(copies, value, alpha):
+    """Moves each copy a part of the way to a value."""
+    for copy in copies:
+        with tf.device(copy.device):
+            before = tf.cast(copy.read_value(), value.dtype)
+            moved = before + alpha * (value - before)
+            copy.assign(tf.cast(moved, copy.dtype), read_value=False)

@@ -59,6 +59,8 @@ class StateRule(NamedTuple):
             iterations of an "accumulator". Else ().
         initial_value: Float, what "reset" assigns.
         variable: The `tf.Variable` that all copies are of.
+        owner: Of a slot the first copy of the weight that it belongs to, else
+            None.
     """
 
     path: str
@@ -68,6 +70,7 @@ class StateRule(NamedTuple):
     partner: tuple = ()
     initial_value: float = 0.0
     variable: object = None
+    owner: object = None
 
     @property
     def travels(self):
@@ -111,9 +114,14 @@ def state_rules(variables, optimizers, *, slots, overrides):
             partner=replica_variables.replica_copies(item.partner) or (),
             initial_value=item.initial_value,
             variable=replica_variables.raw(item.variable),
+            owner=_first_copy(item.owner),
         )
         for item in found
     ]
+
+
+def _first_copy(variable):
+    return (replica_variables.replica_copies(variable) or (None,))[0]
 
 
 def travelling_rules(rules):

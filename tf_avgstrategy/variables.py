@@ -1,5 +1,7 @@
 """Variables of which every replica holds, reads and writes its own copy."""
 
+from concurrent import futures
+
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
@@ -13,6 +15,7 @@ __all__ = [
     "all_copies",
     "as_replica_local",
     "is_seed_name",
+    "outside_of_scopes",
     "raw",
     "replica_copies",
     "seed_offset",
@@ -144,6 +147,23 @@ def is_seed_name(name):
 def seed_offset(global_replica_id):
     """What is added to a seed on a replica; 0 on the first one."""
     return global_replica_id * _SEED_STRIDE
+
+
+def outside_of_scopes(function):
+    """Calls a function as if no strategy's scope was open.
+
+    Scopes belong to a thread, so it runs in another one if there is one.
+
+    Args:
+        function: Function without arguments.
+
+    Returns:
+        What the function returns.
+    """
+    if not tf.distribute.has_strategy():
+        return function()
+    with futures.ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(function).result()
 
 
 def raw(variable):

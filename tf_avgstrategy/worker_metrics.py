@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_avgstrategy import variables as replica_variables
 
-__all__ = ["metric_copies", "over_workers", "reads_sums"]
+__all__ = ["loss_sums", "metric_copies", "over_workers", "reads_sums"]
 
 
 class _Part(NamedTuple):
@@ -46,6 +46,28 @@ def metric_copies(model):
         List of tuples of `tf.Variable`, one per local replica.
     """
     return [replica_variables.all_copies(v) for v in _metric_variables(model)]
+
+
+def loss_sums(model):
+    """Returns what the local replicas have summed up for the epoch's loss.
+
+    Args:
+        model: A compiled `keras.Model`.
+
+    Returns:
+        Two floats, the sum over rows of their losses and the number of rows.
+        None if the model keeps no mean called "loss".
+    """
+    for metric in model.metrics:
+        is_mean = hasattr(metric, "total") and hasattr(metric, "count")
+        if metric.name == "loss" and is_mean:
+            return tuple(
+                sum(float(copy.numpy()) for copy in copies)
+                for copies in map(
+                    replica_variables.all_copies, (metric.total, metric.count)
+                )
+            )
+    return None
 
 
 def over_workers(model, logs, compute, *, gather, is_chief):

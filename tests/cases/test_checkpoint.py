@@ -13,6 +13,7 @@ import toys
 from keras import layers
 
 import tf_avgstrategy as avg
+from tf_avgstrategy import outer_optimizers
 
 
 def momentum_model():
@@ -31,7 +32,7 @@ def train(model, steps, period=2):
 class Loop:
     """T1 or T2 in a custom loop."""
 
-    def __init__(self, make_model=toys.slope_model, period=2, replicas=2):
+    def __init__(self, make_model=toys.slope_model, replicas=2, **options):
         self.strategy = toys.make_strategy(replicas)
         with self.strategy.scope():
             self.model = make_model()
@@ -39,7 +40,7 @@ class Loop:
             self.strategy,
             self.model.variables,
             self.model.optimizer,
-            period=period,
+            **(options or {"period": 2}),
         )
         self.checkpoint = tf.train.Checkpoint(
             model=self.model,
@@ -58,12 +59,13 @@ class Loop:
         model.optimizer.apply_gradients(
             zip(gradients, model.trainable_variables)
         )
+        return loss
 
     def run(self, steps, rows=(toys.ROW_A, toys.ROW_B)):
         data = toys.dataset(toys.slope_rows(steps, rows), len(rows))
         for x, y in self.strategy.experimental_distribute_dataset(data):
-            self._step(x, y)
-            self.averager.step()
+            loss = self._step(x, y)
+            self.averager.step(loss=self.strategy.reduce("MEAN", loss, None))
 
 
 @pytest.mark.parametrize("kind", ["keras", "weights"])
@@ -178,6 +180,44 @@ def test_ckpt_05_rows_of_an_open_period_are_counted_on(tmp_path):
         == run(stops=False)
         == pytest.approx((6 * 4 * 0.75**4 + 4 * 8) / 10, rel=1e-6)
     )
+
+
+OPTIONS = {
+    "outer": {"period": 3, "outer_optimizer": outer_optimizers.diloco()},
+    "schedule": {"schedule": avg.QuadraticSynchronizationRule(1, 0.2165)},
+    "fragments": {
+        "period": 4,
+        "fragments": 4,
+        "outer_optimizer": outer_optimizers.slow_momentum(),
+    },
+    "elastic": {"period": 2, "elastic_alpha": 0.25},
+    "local": {"period": 4, "local_period": 2},
+    "loss": {"schedule": avg.AdaComm(2, 2)},
+}
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 5])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_checkpoint_holds_all_that_decides(name, stop, tmp_path):
+    """Bit for bit, at any step, with a running mean beside it."""
+
+    def run(stops):
+        loop = Loop(momentum_model, **OPTIONS[name])
+        loop.averager.keep_running_mean(0.75)
+        loop.run(stop)
+        if stops:
+            path = loop.checkpoint.save(tmp_path / "checkpoint")
+            loop = Loop(momentum_model, **OPTIONS[name])
+            loop.averager.keep_running_mean(0.75)
+            loop.checkpoint.restore(path).assert_consumed()
+        loop.run(7 - stop)
+        rounds = loop.averager.rounds
+        loop.averager.end_epoch()
+        with loop.averager.averaged_weights():
+            mean = toys.weight(loop.model)
+        return rounds, toys.weight(loop.model), mean
+
+    assert run(stops=True) == run(stops=False)
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 4])

@@ -1,6 +1,7 @@
 """A worker of a job: runs a script as `python -u script` does, but forked."""
 
 import atexit
+import faulthandler
 import os
 import pathlib
 import runpy
@@ -24,6 +25,7 @@ def main(script, arguments, environment, folder, output):
     os.environ.clear()
     os.environ.update(environment)
     pool_worker.print_to(output)
+    faulthandler.enable()
     sys.stdout.reconfigure(write_through=True)
     if folder is not None:
         os.chdir(folder)

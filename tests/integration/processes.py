@@ -80,7 +80,10 @@ class Worker(_Forked):
         while text not in self.text():
             is_done = self._process.exitcode is not None
             if (is_done and text not in self.text()) or time.monotonic() > end:
-                raise AssertionError(f"no {text!r} in:\n{self.text()}")
+                raise AssertionError(
+                    f"no {text!r}, exit code {self._process.exitcode}, in:\n"
+                    f"{self.text()}"
+                )
             time.sleep(0.02)
 
     def kill(self):

@@ -2,7 +2,7 @@
 
 python resume_worker.py FOLDER [--save_freq=N] [--epochs=E] [--replicas=R]
     [--kill_rank=K --kill_step=S --kill_delay=SECONDS] [--own_folders]
-    [--has_callbacks] [--start_timeout=SECONDS]
+    [--has_callbacks] [--start_timeout=SECONDS] [--has_everything]
 
 With `--kill_step` the worker of that rank kills itself `kill_delay` seconds
 after it has begun that batch, counted from the start of this process, and once
@@ -36,6 +36,12 @@ flags.DEFINE_float("kill_delay", 0.0, "Seconds from its beginning on.")
 flags.DEFINE_float("start_timeout", 60, "Seconds to wait for the others.")
 flags.DEFINE_bool("own_folders", False, "Each worker has a disk of its own.")
 flags.DEFINE_bool("has_callbacks", False, "Other callbacks are there, too.")
+flags.DEFINE_bool(
+    "has_everything",
+    False,
+    "A period by the learning rate, an outer optimizer, fragments, a moving "
+    "average of the mean.",
+)
 
 NUM_ROWS, BATCH_SIZE = 84, 12
 
@@ -132,6 +138,13 @@ def main(argv):
     epoch = tf.Variable(0)
     save_freq = FLAGS.save_freq
     averaging = avg.PeriodicAveraging(4)
+    if FLAGS.has_everything:
+        # 2 steps at the first learning rate, 0.01, and 16 at 0.001.
+        averaging = avg.PeriodicAveraging(
+            schedule=avg.QuadraticSynchronizationRule(2, 0.004),
+            outer_optimizer=avg.outer_optimizers.diloco(),
+            fragments=2,
+        )
     callbacks = [
         keras.callbacks.BackupAndRestore(
             folder / "backup",
@@ -144,6 +157,10 @@ def main(argv):
     ]
     if FLAGS.has_callbacks:
         callbacks += other_callbacks(folder)
+    if FLAGS.has_everything:
+        callbacks.append(
+            avg.AveragedModelCheckpoint(folder / "mean.keras", decay=0.75)
+        )
     if rank == FLAGS.kill_rank:
         callbacks.append(
             KillItself(FLAGS.kill_step, FLAGS.kill_delay, folder / "killed")
@@ -151,9 +168,13 @@ def main(argv):
     history = model.fit(
         rows_of(epoch), epochs=FLAGS.epochs, verbose=0, callbacks=callbacks
     )
+    found = digest(model)
+    if FLAGS.has_everything:
+        with averaging.averager.averaged_weights():
+            found += digest(model)
     last = {k: v[-1].hex() for k, v in sorted(history.history.items())}
     print(
-        f"end: {digest(model)} steps {averaging.averager.steps} rounds "
+        f"end: {found} steps {averaging.averager.steps} rounds "
         f"{averaging.averager.rounds} {last}",
         flush=True,
     )

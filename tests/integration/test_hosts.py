@@ -79,6 +79,11 @@ time.sleep(600)
 """
 
 
+def _stop_ignoring_signals():
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Hosts:
     """Runs of `tests/hosts.sh` whose processes carry a marker."""
 
@@ -99,6 +104,8 @@ class Hosts:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self._directory,
+            # A shell cannot trap what it was told to ignore, as under nohup.
+            preexec_fn=_stop_ignoring_signals,
             env={
                 **os.environ,
                 "PYTHON": sys.executable,

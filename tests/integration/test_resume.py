@@ -69,6 +69,8 @@ def test_a_killed_run_ends_bit_equal(number, undisturbed, tmp_path):
     delay = choose.uniform(0, 0.2)
     print(f"seed {SEED + number}: worker {rank}, step {step}, {delay:.3f} s")
     flags = ["--has_callbacks"]
+    if number % 4 < 2:
+        flags.append("--has_everything")
     codes, ends, texts = run(
         tmp_path,
         *flags,
@@ -109,12 +111,16 @@ def test_ckpt_03_only_the_chief_has_the_file(undisturbed, tmp_path):
     assert places[0] in ([(1, 2, 9)], [(1, 5, 12)])
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (1, 3), (3, 1)])
-def test_another_number_of_replicas_goes_on(size, replicas, tmp_path):
-    killed(tmp_path)
+@pytest.mark.parametrize(
+    ("size", "replicas", "flags"),
+    [(1, 1, []), (1, 3, ["--has_everything"]), (3, 1, [])],
+)
+def test_another_number_of_replicas_goes_on(size, replicas, flags, tmp_path):
+    killed(tmp_path, *flags)
     codes, ends, texts = run(
         tmp_path,
         f"--replicas={replicas}",
+        *flags,
         size=size,
         communicator="collective" if size > 1 else "none",
     )

@@ -1,0 +1,64 @@
+"""Schedules, outer optimizers, fragments and levels on several workers.
+
+The numbers are worked out in `tests/test_paths.py`, but for those here.
+"""
+
+import pytest
+import toys
+
+PATHS = [
+    ("half of the way", 4, 4.9228515625, 2),
+    ("nesterov", 4, 5.373291015625, 2),
+    ("nesterov in a fragment", 4, 5.373291015625, 2),
+    ("elastic", 4, 5.037109375, 3),
+    ("stages", 6, 5.60455322265625, 4),
+    ("growing", 6, 5.302978515625, 2),
+    # 5.125 after step 2, (0.75 ** 4 * 5.125 + 8) / 2 after step 6.
+    ("apart", 6, 4.810791015625, 2),
+    ("time", 2, 6.0625, 2),
+]
+A, B = toys.ROW_A, toys.ROW_B
+
+
+@pytest.mark.parametrize(("scheme", "steps", "weight", "rounds"), PATHS)
+def test_t1_on_two_workers(pool, scheme, steps, weight, rounds):
+    for result in pool.run("schemes:path", scheme, steps, (A, B)):
+        assert result == ([weight], rounds)
+
+
+@pytest.mark.parametrize("scheme", ["nesterov", "elastic", "apart"])
+def test_t1_on_two_workers_with_two_replicas_each(pool, scheme):
+    ((_, steps, weight, rounds),) = [p for p in PATHS if p[0] == scheme]
+    results = pool.run("schemes:path", scheme, steps, (A, A, B, B), replicas=2)
+    assert results == [([weight] * 2, rounds)] * 2
+
+
+def test_replicas_of_a_worker_meet_more_often(pool):
+    # Worker 0: 2.25 and 8, 5.125 after step 2, then 2.8828125 and 8. Worker 1:
+    # 4 * 0.75 ** 4 = 1.265625 twice. One round of all of them.
+    results = pool.run(
+        "schemes:path", "two levels", 4, (A, B, A, A), replicas=2
+    )
+    assert results == [([3.353515625] * 2, 1)] * 2
+
+
+@pytest.mark.parametrize("scheme", ["loss", "apart", "growing", "time"])
+def test_uneven_data_and_losses(pool, scheme):
+    first, second = pool.run("schemes:uneven", scheme, [3, 7])
+    assert first == second
+    assert first["steps"] == 14
+
+
+def test_the_chiefs_learning_rate_counts(pool):
+    assert pool.run("schemes:other_learning_rates") == [[4, 8, 12]] * 2
+
+
+def test_other_settings_are_an_error(pool):
+    for message in pool.run("schemes:other_settings"):
+        assert "'momentum': 0.5" in message
+        assert "'momentum': 0.75" in message
+
+
+def test_the_running_mean_is_the_same_on_all(pool):
+    mean = (5.125 + 5.44140625) / 2
+    assert pool.run("schemes:running_mean") == [(mean, 5.44140625)] * 2

@@ -1,0 +1,127 @@
+"""Fragmented rounds: one round for each fragment, with what they share."""
+
+import tensorflow as tf
+
+from tf_avgstrategy import outer_optimizers
+from tf_avgstrategy import rounds
+from tf_avgstrategy import snapshots
+from tf_avgstrategy import state
+
+__all__ = ["FragmentedRound"]
+
+
+class FragmentedRound:
+    """Rounds of the fragments of a model, of which some take place at a time.
+
+    Args:
+        fragments: List of `Fragment`.
+        rules: List of `StateRule`, those of all fragments.
+        communicator: `Communicator`.
+        references: List of tensors, one for each of the rules that travel, bit
+            for bit the same on every worker. Empty where none are kept.
+        outer_optimizer: `keras.optimizers.Optimizer` or None.
+        outer_device: String, the device of outer parameters and slots.
+        elastic_alpha: Float in (0, 1], see `Round`.
+
+    Attributes:
+        fragments: See above.
+        whole: `Round` of all variables, which is only asked, not run.
+    """
+
+    def __init__(
+        self,
+        fragments,
+        rules,
+        communicator,
+        *,
+        references,
+        outer_optimizer,
+        outer_device,
+        elastic_alpha,
+    ):
+        self.fragments = fragments
+        travelling = state.travelling_rules(rules)
+        values = {id(r.copies[0]): v for r, v in zip(travelling, references)}
+        kept = {}
+        self._outers = []
+        for fragment in fragments:
+            outer = None
+            if outer_optimizer is not None:
+                keys = [
+                    id(rule.copies[0])
+                    for rule in rounds.outer_rules(fragment.rules)
+                ]
+                outer = outer_optimizers.OuterStep(
+                    outer_optimizer, [values[key] for key in keys], outer_device
+                )
+                kept.update(zip(keys, outer.parameters))
+            self._outers.append(outer)
+        with tf.init_scope(), tf.device("CPU:0"):
+            for key, value in values.items():
+                if key not in kept:
+                    kept[key] = tf.Variable(value, trainable=False)
+        # By the id of the first copy.
+        self._references = {key: kept[key] for key in values}
+
+        def make(own, outer=None):
+            return rounds.Round(
+                own,
+                communicator,
+                [
+                    kept[id(rule.copies[0])]
+                    for rule in state.travelling_rules(own)
+                    if kept
+                ],
+                outer,
+                elastic_alpha,
+            )
+
+        self.whole = make(rules)
+        self._rounds = [
+            make(fragment.rules, outer)
+            for fragment, outer in zip(fragments, self._outers)
+        ]
+
+    @property
+    def references(self):
+        """List of tensors, what the last round left of what travels."""
+        return [ref.read_value() for ref in self._references.values()]
+
+    def left(self, rule):
+        """Returns what the last round has made of a variable that travels."""
+        first = rule.copies[0]
+        return self._references.get(id(first), first).read_value()
+
+    def run(self, places, shares, extremes, *, is_scheduled, inner_rate):
+        """Runs the rounds of some fragments, all or nothing.
+
+        Args:
+            places: List of ints, which fragments.
+            shares: List of the `Shares` of each of these.
+            extremes: See `Round.run`.
+            is_scheduled: See `Round.run`.
+            inner_rate: See `Round.run`.
+        """
+        chosen = [self._rounds[place] for place in places]
+        sums = [one.begin(own) for one, own in zip(chosen, shares)]
+        for one, total, own in zip(chosen, sums, shares):
+            one.finish(total, own, extremes, is_scheduled, inner_rate)
+
+    def outer_tensors(self):
+        """Returns what the outer optimizers hold, a dict from string."""
+        return {
+            f"{place}/{slot}": variable.read_value()
+            for place, outer in enumerate(self._outers)
+            if outer is not None
+            for slot, variable in enumerate(outer.slots)
+        }
+
+    def restore_outer(self, tensors):
+        """Takes back what `outer_tensors` returned, where it fits."""
+        for place, outer in enumerate(self._outers):
+            own = snapshots.with_prefix(tensors, f"{place}/")
+            if outer is None or len(own) != len(outer.slots):
+                continue
+            for slot, variable in enumerate(outer.slots):
+                if variable.shape == own[str(slot)].shape:
+                    variable.assign(own[str(slot)])
