@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "schedules",
         "state",
     },
-    "backups": {"fit_callbacks", "replica_state", "snapshots"},
+    "backups": {"agreement", "fit_callbacks", "replica_state", "snapshots"},
     "batch_norm": set(),
     "buckets": set(),
     "callbacks": {
@@ -92,7 +92,13 @@ MAY_IMPORT = {
         "liveness",
     },
     "horovod_rendezvous": set(),
-    "independent_replicas": {"replica_step", "sharding", "variables"},
+    "gradient_exchange": {"buckets", "mean", "optimizer_parts"},
+    "independent_replicas": {
+        "gradient_exchange",
+        "replica_step",
+        "sharding",
+        "variables",
+    },
     "keras_hooks": {"independent_replicas", "snapshots", "worker_metrics"},
     "launcher": {"horovod_rendezvous", "worker_processes"},
     "liveness": set(),
@@ -133,7 +139,12 @@ MAY_IMPORT = {
         "lost_exit",
     },
     "state": {"optimizer_parts", "variables"},
-    "strategy": {"independent_replicas", "keras_hooks", "startup"},
+    "strategy": {
+        "gradient_exchange",
+        "independent_replicas",
+        "keras_hooks",
+        "startup",
+    },
     "timetables": {"schedules"},
     "training_counts": set(),
     "variable_rules": set(),
@@ -145,6 +156,7 @@ MAY_IMPORT = {
 # import Horovod.
 PRIVATE_TENSORFLOW = {
     "collective_communicator",
+    "gradient_exchange",
     "independent_replicas",
     "row_order",
     "sharding",
@@ -219,6 +231,8 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.eager.def_function.Function._clone",
     "tensorflow.python.ops.collective_ops.all_gather_v2",
     "tensorflow.python.ops.collective_ops.all_reduce_v2",
+    "tensorflow.python.ops.collective_ops.broadcast_recv_v2",
+    "tensorflow.python.ops.collective_ops.broadcast_send_v2",
     "tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext",
     "tensorflow.python.trackable.base.VARIABLE_VALUE_KEY",
 ]

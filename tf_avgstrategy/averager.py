@@ -84,6 +84,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
         elastic_alpha: Float in (0, 1], how far replicas move towards the mean
             in a scheduled round, 1 is onto it. Before whoever looks they
             always move onto it.
+        warmup: "averaging", or "gradients": replicas of all workers exchange
+            gradients in the first `warmup_steps` steps, in place of rounds.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -127,6 +129,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         periods=None,
         local_period=None,
         elastic_alpha=1.0,
+        warmup="averaging",
     ):
         check_strategy(strategy)
         settings = averaging_settings.make(
@@ -142,6 +145,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             periods=periods,
             local_period=local_period,
             elastic_alpha=elastic_alpha,
+            warmup=warmup,
         )
         strategy.check_environment()
         if not isinstance(optimizers, (list, tuple)):
@@ -152,6 +156,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
         _check_variables(self._variables)
         state.check_scope(self._variables, self._optimizers, strategy)
         self._build_optimizer()
+        if settings.schedule.gradient_steps:
+            strategy.extended.prepare_gradient_exchange()
         self._participant = participants.Participant(
             strategy, self._variables, self._optimizers, settings
         )
@@ -229,6 +235,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         before = self.steps // participant.steps_per_update
         self.steps += num_steps
         after = self.steps // participant.steps_per_update
+        self._choose_gradients()
         self._is_pending |= participant.timetable.has_look(before, after)
         if optimizer_parts.holds_half_gradients(self._optimizers):
             return False
@@ -267,19 +274,27 @@ class ParameterAverager(tf.train.experimental.PythonState):
         _check_eager()
         self._take_part(agreement.IN_EPOCH, weights=weights, is_forced=True)
 
-    def end_epoch(self):
+    def end_epoch(self, take_part=None):
         """Waits until every worker has called it, then runs a round.
 
         Workers whose data ends earlier take part in the others' rounds, with
         what they have not contributed yet and then with weight 0. Afterwards
         all of them have counted the steps of the one that made most. If none
-        has trained since the last round, that one is left out.
+        has trained since the last round, that one is left out. Where steps
+        exchange gradients of all workers, it takes part in the others' steps.
+
+        Args:
+            take_part: Function without arguments that is called after each of
+                the others' steps, which it counts. `None` for `step`.
 
         Raises:
             FloatingPointError: See `average`.
             WorkerLostError: If a worker does not take part in time.
         """
         _check_eager()
+        extended = self._strategy.extended
+        while extended.take_part_in_step():
+            (take_part or self.step)()
         self._wait_for_all(agreement.AFTER_EPOCH)
 
     def keep_running_mean(self, decay=None):
@@ -366,6 +381,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
     def go_on_counting(self, other):
         """Takes over the counters of an averager that came before this one."""
         self.steps = self._steps_before_epoch = other.steps
+        self._choose_gradients()
         self._participant.rounds = other.rounds
         self._participant.excluded = other.excluded
         self._begin_schedule()
@@ -471,6 +487,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self.steps = counters["steps"]
         self._steps_before_epoch = self.steps - counters["steps_in_epoch"]
         self._is_pending = counters["pending"] and is_own
+        self._choose_gradients()
         self._last_round_time = self._clock() - counters.get("seconds", 0.0)
         if is_own:
             self._losses.restore(counters.get("loss", (0.0, 0.0)))
@@ -522,6 +539,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self.steps, self._steps_before_epoch = self._participant.start(
             self.steps, self._steps_before_epoch
         )
+        self._choose_gradients()
         communicator = self._strategy.communicator
         if self._running_mean is not None and communicator.size > 1:
             tensors = self._running_mean.tensors()
@@ -531,6 +549,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
     @property
     def _seconds(self):
         return self._clock() - self._last_round_time
+
+    def _choose_gradients(self):
+        """Lets steps exchange the gradients of all replicas, or not."""
+        exchange = self._strategy.extended.exchange
+        if exchange is not None:
+            updates = self.steps // self._participant.steps_per_update
+            exchange.set_global(updates < self._schedule.gradient_steps)
 
     def _note_round(self, rules):
         if self._running_mean is not None and self._counts_rounds:

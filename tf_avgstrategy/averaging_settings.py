@@ -78,6 +78,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
     *,
     period,
     warmup_steps,
+    warmup,
     slots,
     overrides,
     on_non_finite,
@@ -98,7 +99,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of its range.
     """
-    schedule = _schedule(period, warmup_steps, schedule)
+    schedule = _schedule(period, warmup_steps, warmup, schedule)
     state.check_slots(slots)
     _check_non_finite(on_non_finite)
     outer_optimizers.check(outer_optimizer)
@@ -121,9 +122,9 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
     )
 
 
-def _schedule(period, warmup_steps, schedule):
+def _schedule(period, warmup_steps, warmup, schedule):
     if schedule is None:
-        return schedules.Periodic(period, warmup_steps)
+        return schedules.Periodic(period, warmup_steps, warmup)
     if not isinstance(schedule, schedules.Schedule):
         raise TypeError(
             "`schedule` must be a `Schedule`. Received: schedule="

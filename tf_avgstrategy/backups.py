@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from absl import logging
 
+from tf_avgstrategy import agreement
 from tf_avgstrategy import fit_callbacks
 from tf_avgstrategy import replica_state
 from tf_avgstrategy import snapshots
@@ -133,9 +134,18 @@ class AfterOthers(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self._skipped is not None:
             self._skipped.end()
+        extended = self.model.distribute_strategy.extended
+        if extended.exchange is not None and extended.exchange.spans_workers:
+            # No worker can go on without the gradients of the others.
+            self._agree_on_stop()
         if self._save_freq == "epoch":
             states = fit_callbacks.callback_states(self._others)
             self._save(epoch + 1, states)
+
+    def _agree_on_stop(self):
+        flag = b"stop" if self.model.stop_training else b""
+        flags = self._averager.gather(flag, agreement.METRICS)
+        self.model.stop_training = any(flags)
 
     def on_train_end(self, logs=None):
         self.model._initial_epoch = None

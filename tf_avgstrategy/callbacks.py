@@ -77,6 +77,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
         elastic_alpha: Float in (0, 1], how far replicas move towards the mean
             in a scheduled round, 1 is onto it. Before whoever looks they
             always move onto it.
+        warmup: "averaging", or "gradients": replicas of all workers exchange
+            gradients in the first `warmup_steps` steps, in place of rounds.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -116,6 +118,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         periods=None,
         local_period=None,
         elastic_alpha=1.0,
+        warmup="averaging",
     ):
         super().__init__()
         self._arguments = {
@@ -131,6 +134,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             "periods": periods,
             "local_period": local_period,
             "elastic_alpha": elastic_alpha,
+            "warmup": warmup,
         }
         self._settings = averaging_settings.make(**self._arguments)
         self.period = period
@@ -146,6 +150,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._is_arranged = False
         self._is_epoch_open = False
         self._listeners = []
+        self._last = None
 
     def get_config(self):
         """Returns the arguments as a dict, for `from_config`."""
@@ -236,14 +241,15 @@ class PeriodicAveraging(keras.callbacks.Callback):
             for callback in others
             if hasattr(callback, "on_averaging_begin")
         ]
-        last = backups.AfterOthers(self, others, backup, save_freq)
-        return [self, *others, last]
+        self._last = backups.AfterOthers(self, others, backup, save_freq)
+        return [self, *others, self._last]
 
     def on_train_begin(self, logs=None):
         self._is_epoch_open = False
         self._check_steps_per_execution()
         self.model.distribute_strategy.check_environment()
         _move_new_optimizer_into_scope(self.model)
+        self._prepare_gradient_exchange()
         _compile_per_replica(self.model)
         # A `fit` that failed may have left it on.
         self.model.distribute_strategy.count_all_runs(False)
@@ -339,7 +345,23 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._count_steps()
         if self._is_epoch_open:
             self._is_epoch_open = False
-            self.averager.end_epoch()
+            self._steps_of_others = 0
+            self.averager.end_epoch(self._take_part_in_step)
+            self.averager.step(self._steps_of_others)
+            self._steps_seen = self._num_steps_run()
+
+    def _take_part_in_step(self):
+        """Does what others do after a step, when the data here has ended."""
+        self._steps_of_others += 1
+        # As others, who are called after so many steps.
+        if self._steps_of_others < self.model.steps_per_execution:
+            return
+        self.batch_steps, self._steps_of_others = self._steps_of_others, 0
+        self.averager.step(self.batch_steps)
+        if self.moments.advance(self.batch_steps):
+            self.averager.average_if_stepped()
+        if self._last is not None:
+            self._last.on_train_batch_end(None)
 
     def gather_metrics(self, data):
         """Gathers the bytes of all workers, of those that are done b""."""
@@ -374,6 +396,19 @@ class PeriodicAveraging(keras.callbacks.Callback):
                 "of them from `callbacks`."
             )
 
+    def _prepare_gradient_exchange(self):
+        extended = self.model.distribute_strategy.extended
+        if self.schedule.gradient_steps and extended.exchange is None:
+            extended.prepare_gradient_exchange()
+            # What was traced before exchanges none.
+            self.model.make_train_function(force=True)
+        if extended.exchange is not None and self.model.jit_compile:
+            raise ValueError(
+                "XLA cannot compile a step that exchanges gradients. Received: "
+                "`jit_compile=True` with `gradient_sync` or "
+                '`warmup="gradients"`. Compile with jit_compile=False.'
+            )
+
     def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution
         accumulated = optimizer_parts.gradient_accumulation_steps(
@@ -381,7 +416,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         )
         unit = executed // math.gcd(executed, accumulated)
         warmup_steps = getattr(self.schedule, "warmup_steps", 0)
-        if warmup_steps and unit > 1:
+        if 1 in self.schedule.periods[:1] and warmup_steps and unit > 1:
             raise ValueError(
                 "`warmup_steps` needs a callback after every step. Received: "
                 f"warmup_steps={warmup_steps} with steps_per_execution="

@@ -116,7 +116,7 @@ class CheckpointFile:
             header, _ = snapshots.unpack(self._reader.get_tensor(key))
         except ValueError:
             return
-        if header.get("stepped"):
+        if np.any(header.get("stepped")):
             raise ValueError(
                 "A checkpoint with an averager must not be of the middle of a "
                 "period: it would give each replica its own values back, in "

@@ -15,7 +15,8 @@ __all__ = ["CollectiveCommunicator"]
 _JOB = "worker"
 # Far from the keys that strategies in this process use.
 _GROUP_KEY = 770_000
-_FIRST_INSTANCE_KEY = 770_000_000
+# Beyond the keys of exchanges in a graph.
+_FIRST_INSTANCE_KEY = 2**30 + 770_000
 
 
 class CollectiveCommunicator(communicators.Communicator):
@@ -53,6 +54,22 @@ class CollectiveCommunicator(communicators.Communicator):
         # From now on waiting has another limit, which is part of the ops.
         self._timeout_seconds = timeout_seconds
         self._functions = {}
+
+    def all_reduce_sum_in_graph(self, tensors, *, keys, tokens):
+        """See `Communicator.all_reduce_sum_in_graph`."""
+        with tf.device(self._device):
+            return [
+                collective_ops.all_reduce_v2(
+                    tensor,
+                    self.size,
+                    _GROUP_KEY,
+                    key,
+                    communication_hint="ring",
+                    timeout=self._timeout_seconds,
+                    ordering_token=token,
+                )
+                for tensor, key, token in zip(tensors, keys, tokens)
+            ]
 
     def _gather(self, array):
         gathered = self._call(

@@ -108,6 +108,27 @@ class Communicator(abc.ABC):
             self._start("all_reduce_sum", _signature(tensors))
         return self._on_filled(tensors, self._reduce)
 
+    def all_reduce_sum_in_graph(self, tensors, *, keys, tokens):
+        """Sums tensors over all workers within a `tf.function`.
+
+        Calls are not compared: what each worker's function calls at the same
+        place must have the same keys, shapes and dtypes.
+
+        Args:
+            tensors: List of flat float32 or float64 tensors.
+            keys: List of as many ints below 2**30, no two of them equal.
+            tokens: List of as many resource handles. Calls with one token
+                begin in their order.
+
+        Returns:
+            List of the sums.
+        """
+        raise ValueError(
+            '`gradient_sync="global"` needs a communicator that exchanges '
+            f"within a `tf.function`. Received: {type(self).__name__}. Use "
+            "TensorFlow's collectives or Horovod."
+        )
+
     def broadcast(self, tensors, root=0):
         """Gives every worker the tensors of one of them, bit for bit.
 
@@ -309,7 +330,18 @@ class Communicator(abc.ABC):
         finally:
             self._lock.release()
 
-    def _lost_error(self, error, seconds):
+    def lost_error(self, error):
+        """Returns the `WorkerLostError` of an exchange in a graph that failed.
+
+        No other exchange can follow.
+
+        Args:
+            error: `tf.errors.OpError`.
+        """
+        self._failure = "an exchange has failed"
+        return self._lost_error(error)
+
+    def _lost_error(self, error, seconds=None):
         lost = self._lost_workers()
         # Who leaves tells the others before it is gone.
         for _ in range(_NUM_PROBES):
@@ -325,10 +357,11 @@ class Communicator(abc.ABC):
                 "all workers answer, so one of them is late or takes no part "
                 "any more"
             )
+        after = "" if seconds is None else f" after {seconds:.1f} s"
         return WorkerLostError(
             f"Worker {self.rank} lost the others in an exchange that every "
             f"worker takes part in: {finding}. Received: "
-            f"{type(error).__name__} after {seconds:.1f} s: "
+            f"{type(error).__name__}{after}: "
             f"{_first_words(error)}. Nothing was written. Look at the lost "
             "worker's output, save what is needed, and start all workers of "
             "the job again.",

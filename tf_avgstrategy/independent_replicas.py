@@ -14,6 +14,7 @@ from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function
 
+from tf_avgstrategy import gradient_exchange
 from tf_avgstrategy import replica_step
 from tf_avgstrategy import sharding
 from tf_avgstrategy import variables
@@ -49,12 +50,24 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         devices: List of device strings, one replica each, or None.
         cross_device_ops: `tf.distribute.CrossDeviceOps`.
         communicator: `Communicator`, started.
+        gradient_sync: What steps exchange, see the strategy.
+        timeout_seconds: Float > 0, how long an exchange may take.
     """
 
     def __init__(
-        self, container_strategy, devices, cross_device_ops, communicator
+        self,
+        container_strategy,
+        devices,
+        cross_device_ops,
+        communicator,
+        *,
+        gradient_sync,
+        timeout_seconds,
     ):
         self.communicator = communicator
+        self._timeout_seconds = timeout_seconds
+        # `GradientExchange`, where steps exchange gradients.
+        self.exchange = None
         self._replicas_of_workers = [1]
         # The `PeriodicAveraging` of a `fit` that goes on.
         self.fit_in_progress = None
@@ -69,12 +82,17 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         self._traced_functions = weakref.WeakKeyDictionary()
         self._training_functions = weakref.WeakKeyDictionary()
         self._writes = _Writes()
+        # The last training step, and how one without rows is run.
+        self._last_step = None
+        self._step_without_rows = None, None
         with tf.init_scope(), tf.device(self._host_device):
             # Steps and rows of each replica.
             self._progress = tf.Variable(
                 tf.zeros([len(self._devices), 2], tf.int64), trainable=False
             )
             self._counts_all_runs = tf.Variable(0, False, dtype=tf.int64)
+        if gradient_sync != "none":
+            self.prepare_gradient_exchange(gradient_sync)
 
     @property
     def _host_device(self):
@@ -84,6 +102,56 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         """Returns the `TrainingProgress` of the local replicas."""
         steps, rows = self._progress.numpy().T.tolist()
         return TrainingProgress(steps=max(steps), rows=tuple(rows))
+
+    def prepare_gradient_exchange(self, sync="none"):
+        """Lets steps that are traced from now on exchange gradients.
+
+        Args:
+            sync: "worker", "global", or "none": only while it is said.
+        """
+        is_alone = sync == "worker" and len(self._devices) == 1
+        if self.exchange is None and self.num_replicas > 1 and not is_alone:
+            self.exchange = gradient_exchange.GradientExchange(
+                self._devices,
+                self.communicator,
+                sync,
+                self._timeout_seconds,
+            )
+
+    def take_part_in_step(self):
+        """Takes part in a step of other workers, where data has ended here.
+
+        Returns:
+            Bool, whether there was a step: one that has rows on some worker.
+            Not where steps do not exchange gradients of all workers.
+        """
+        if self.exchange is None or not self.exchange.spans_workers:
+            return False
+        if self._last_step is None:
+            raise RuntimeError(
+                "Each worker needs a batch to take part in the others' steps, "
+                f"which exchange gradients. Received: worker "
+                f"{self.communicator.rank} without any. Give every worker "
+                'rows, or train with `gradient_sync="none"`.'
+            )
+        before = self._progress.numpy()
+        step, specs = self._last_step
+        if self._step_without_rows[0] is not step:
+            self._step_without_rows = step, self._traced_without_rows(step)
+        self._step_without_rows[1](*replica_step.zeros(specs))
+        if self.exchange.rows:
+            return True
+        self._progress.assign(before)
+        return False
+
+    def _traced_without_rows(self, step):
+        """A function of what the step takes, on each replica the same."""
+        strategy = self._container_strategy()
+
+        def run(args, kwargs):
+            strategy.run(step, args=args, kwargs=kwargs)
+
+        return tf.function(run, autograph=False, reduce_retracing=True)
 
     @property
     def all_replicas(self):
@@ -271,9 +339,15 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             replica = tf.distribute.get_replica_context()
             return self._run_and_count(step, replica._replica_id, args, kwargs)
 
-        return mirrored_run.call_for_each_replica(
-            self._container_strategy(), run_replica, args, kwargs
-        )
+        def run_all():
+            return mirrored_run.call_for_each_replica(
+                self._container_strategy(), run_replica, args, kwargs
+            )
+
+        if self.exchange is None or tf.executing_eagerly():
+            return run_all()
+        # In a function of their own, replicas may run side by side.
+        return tf.function(run_all, autograph=False)()
 
     def _run_and_count(self, step, replica_id, args, kwargs):
         rows = replica_step.num_rows((args, kwargs))
@@ -282,9 +356,16 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         # Writes are not seen again where it calls a `tf.function` that has
         # been traced.
         self._writes.trained = static in known
-        outputs = step(replica_id, rows, args, kwargs)
+        if self.exchange is None:
+            outputs = step(replica_id, rows, args, kwargs)
+        else:
+            with self.exchange.step(replica_id, rows) as exchanging:
+                outputs = step(replica_id, rows, args, kwargs, exchanging)
         if self._writes.trained:
             known.add(static)
+            if self.exchange is not None and replica_id == 0:
+                specs = replica_step.specs_without_rows((args, kwargs))
+                self._last_step = step.given_function, specs
         with tf.device(self._progress.device):
             counted = 1 if self._writes.trained else self._counts_all_runs
             update = counted * tf.cast([[1, rows]], tf.int64)

@@ -21,6 +21,15 @@ from tf_avgstrategy import worker_metrics
 __all__ = ["install"]
 
 _FILE_SUFFIXES = (".keras", ".h5", ".hdf5")
+# What an exchange within a step raises if a worker is gone.
+_EXCHANGE_ERRORS = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
 _WRAPPED = "_tf_avgstrategy_wrapped"
 
 
@@ -69,6 +78,11 @@ def _fit(original, extended, model, *args, **kwargs):
         bound.arguments["callbacks"] = arranged
     try:
         return original(*bound.args, **bound.kwargs)
+    except _EXCHANGE_ERRORS as error:
+        exchange = extended.exchange
+        if exchange is None or not exchange.spans_workers:
+            raise
+        raise extended.communicator.lost_error(error) from error
     finally:
         # A `fit` that failed may have left it.
         extended.fit_in_progress = None

@@ -20,6 +20,7 @@ __all__ = [
     "parts",
     "per_step_settings",
     "steps_made",
+    "trainable_variables",
 ]
 
 
@@ -161,3 +162,11 @@ def steps_made(optimizers):
         ),
         default=0,
     )
+
+
+def trainable_variables(optimizer):
+    """Returns the variables that a built optimizer updates, in its order."""
+    for part in parts(optimizer):
+        if part._trainable_variables:
+            return part._trainable_variables
+    return []

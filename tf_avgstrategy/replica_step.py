@@ -6,8 +6,21 @@ import weakref
 
 import tensorflow as tf
 
-__all__ = ["ReplicaStep", "num_rows", "static_arguments"]
+__all__ = [
+    "ReplicaStep",
+    "num_rows",
+    "specs_without_rows",
+    "static_arguments",
+    "zeros",
+]
 
+# Operations that contain a whole step.
+_CALLS = (
+    "If",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "StatelessIf",
+)
 _COMPOSITES = (tf.RaggedTensor, tf.SparseTensor)
 
 
@@ -32,6 +45,11 @@ class ReplicaStep:
         self._eager_outputs = None
 
     @property
+    def given_function(self):
+        """The function as it was given."""
+        return self._fn
+
+    @property
     def function(self):
         """What stays the same when the function is passed to a run again.
 
@@ -49,7 +67,7 @@ class ReplicaStep:
             return type(fn)  # An object that cannot be a weak key.
         return fn
 
-    def __call__(self, replica_id, rows, args, kwargs):
+    def __call__(self, replica_id, rows, args, kwargs, exchanging=None):
         """Runs the function on the replica.
 
         Args:
@@ -57,6 +75,8 @@ class ReplicaStep:
             rows: Int or int32 scalar, the rows in `args` and `kwargs`.
             args: Tuple, positional arguments.
             kwargs: Dict, keyword arguments.
+            exchanging: The step of `GradientExchange`, which a replica without
+                rows takes part in. `None`: there is none.
 
         Returns:
             What the function returns, or zeros in its shape where a dimension
@@ -67,6 +87,9 @@ class ReplicaStep:
             with _graph_seed_moved_by(self._seed_offset(replica_id)):
                 return self._fn(*args, **kwargs)
 
+        if exchanging is not None and not tf.executing_eagerly():
+            with _independent_of_other_replicas():
+                return self._call_and_exchange(call, rows, exchanging)
         if self._compiled:
             call = tf.function(call, jit_compile=True, autograph=False)
         if not self._skips_empty:
@@ -74,7 +97,7 @@ class ReplicaStep:
         if tf.executing_eagerly():
             return self._call_eagerly(call, int(rows))
         if not tf.is_tensor(rows):
-            return call() if rows > 0 else _zeros(_output_specs(call))
+            return call() if rows > 0 else zeros(_output_specs(call))
         specs = []
 
         def call_and_note_specs():
@@ -83,7 +106,28 @@ class ReplicaStep:
             return outputs
 
         # TensorFlow traces the first branch first.
-        return tf.cond(rows > 0, call_and_note_specs, lambda: _zeros(specs[0]))
+        return tf.cond(rows > 0, call_and_note_specs, lambda: zeros(specs[0]))
+
+    def _call_and_exchange(self, call, rows, exchanging):
+        specs = []
+
+        def call_and_note_specs():
+            outputs = _as_tensors(call())
+            specs.append(_specs_of(outputs))
+            return outputs
+
+        def take_part():
+            exchanging.repeat_updates()
+            return zeros(specs[0])
+
+        if tf.is_tensor(rows) and self._skips_empty:
+            return tf.cond(rows > 0, call_and_note_specs, take_part)
+        if rows > 0 or not self._skips_empty:
+            return tf.function(call, autograph=False)()
+        # Traced to see which updates it makes, never run.
+        traced = tf.function(call_and_note_specs, autograph=False)
+        traced.get_concrete_function()
+        return tf.function(take_part, autograph=False)()
 
     def _call_eagerly(self, call, rows):
         if rows > 0:
@@ -92,9 +136,9 @@ class ReplicaStep:
             return outputs
         if self._eager_outputs is None:
             # The last resort: an eager step may want to read numbers.
-            return _zeros(_output_specs(call))
+            return zeros(_output_specs(call))
         outputs, rows = self._eager_outputs
-        return _zeros(_specs_of(_as_tensors(outputs), rows))
+        return zeros(_specs_of(_as_tensors(outputs), rows))
 
 
 def num_rows(args):
@@ -134,6 +178,54 @@ def static_arguments(args):
     )
 
 
+def specs_without_rows(args):
+    """Returns the specs of a step's arguments, less their number of rows.
+
+    Args:
+        args: Nested structure. What is no tensor is returned as it is.
+    """
+
+    def spec(value):
+        if isinstance(value, _COMPOSITES):
+            return tf.type_spec_from_value(value)
+        if not tf.is_tensor(value):
+            return value
+        shape = value.shape.as_list()
+        return tf.TensorSpec([None, *shape[1:]] if shape else [], value.dtype)
+
+    return tf.nest.map_structure(spec, args)
+
+
+def zeros(specs):
+    """Returns zeros of these specs, in which an unknown size counts as 0.
+
+    Args:
+        specs: Nested structure of `tf.TensorSpec`, `tf.RaggedTensorSpec`,
+            `tf.SparseTensorSpec`. What is no spec is returned as it is.
+    """
+
+    def zeros_of(spec):
+        if not isinstance(spec, tf.TypeSpec):
+            return spec
+        # A size that is only known at run time is a number of rows: 0.
+        shape = [size or 0 for size in spec.shape]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            inner = shape[spec.ragged_rank + 1 :]
+            splits = tf.zeros([1], spec.row_splits_dtype)
+            return tf.RaggedTensor.from_nested_row_splits(
+                tf.zeros([0, *inner], spec.dtype), [splits] * spec.ragged_rank
+            )
+        if isinstance(spec, tf.SparseTensorSpec):
+            return tf.SparseTensor(
+                tf.zeros([0, len(shape)], tf.int64),
+                tf.zeros([0], spec.dtype),
+                tf.constant(shape, tf.int64),
+            )
+        return tf.zeros(shape, spec.dtype)
+
+    return tf.nest.map_structure(zeros_of, specs)
+
+
 @contextlib.contextmanager
 def _graph_seed_moved_by(offset):
     if tf.executing_eagerly():
@@ -147,6 +239,21 @@ def _graph_seed_moved_by(offset):
         yield
     finally:
         graph.seed = seed
+
+
+@contextlib.contextmanager
+def _independent_of_other_replicas():
+    """Lets the step of one replica wait for nothing that another one does.
+
+    Both may look into one table, and would do so one after the other, while
+    the first one waits for the second one's gradients.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    num_before = len(graph.get_operations())
+    yield
+    for operation in graph.get_operations()[num_before:]:
+        if operation.type in _CALLS:
+            graph.experimental_acd_manager.run_independently(operation)
 
 
 def _output_specs(fn):
@@ -180,26 +287,3 @@ def _specs_of(outputs, rows=None):
         return tf.TensorSpec(shape, value.dtype)
 
     return tf.nest.map_structure(spec, outputs)
-
-
-def _zeros(specs):
-    def zeros(spec):
-        if spec is None:
-            return None
-        # A size that is only known at run time is a number of rows: 0.
-        shape = [size or 0 for size in spec.shape]
-        if isinstance(spec, tf.RaggedTensorSpec):
-            inner = shape[spec.ragged_rank + 1 :]
-            splits = tf.zeros([1], spec.row_splits_dtype)
-            return tf.RaggedTensor.from_nested_row_splits(
-                tf.zeros([0, *inner], spec.dtype), [splits] * spec.ragged_rank
-            )
-        if isinstance(spec, tf.SparseTensorSpec):
-            return tf.SparseTensor(
-                tf.zeros([0, len(shape)], tf.int64),
-                tf.zeros([0], spec.dtype),
-                tf.constant(shape, tf.int64),
-            )
-        return tf.zeros(shape, spec.dtype)
-
-    return tf.nest.map_structure(zeros, specs)

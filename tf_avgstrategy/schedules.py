@@ -17,12 +17,16 @@ __all__ = [
     "Periodic",
     "Schedule",
     "Stagewise",
+    "WARMUPS",
     "check_divides",
     "check_integer",
     "check_positive",
     "from_config",
     "next_multiple",
 ]
+
+
+WARMUPS = ("averaging", "gradients")
 
 
 class Facts(NamedTuple):
@@ -90,6 +94,11 @@ class Schedule(abc.ABC):
         """Tuple of ints, the numbers of steps that are known beforehand."""
         return ()
 
+    @property
+    def gradient_steps(self):
+        """Int, opening steps that exchange the gradients of all replicas."""
+        return 0
+
     def split(self, num_parts):
         """Returns a schedule whose rounds come `num_parts` times as often."""
         raise ValueError(
@@ -118,10 +127,13 @@ class Periodic(Schedule):
 
     Args:
         period: Int >= 1, local training steps between two rounds.
-        warmup_steps: Int >= 0, opening steps that are each followed by a round.
+        warmup_steps: Int >= 0, opening steps in which replicas stay equal.
+        warmup: How they do. "averaging": a round follows each of these steps.
+            "gradients": replicas of all workers exchange gradients in them,
+            as in synchronous training, and a round follows the last one.
 
     Raises:
-        TypeError: If an argument is not an integer.
+        TypeError: If a number of steps is not an integer.
         ValueError: If an argument is out of range.
 
     Example:
@@ -136,15 +148,24 @@ class Periodic(Schedule):
 
     period: int
     warmup_steps: int = 0
+    warmup: str = "averaging"
 
     def __post_init__(self):
         check_integer("period", self.period, at_least=1)
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
+        if self.warmup not in WARMUPS:
+            raise ValueError(
+                f"`warmup` must be one of {', '.join(map(repr, WARMUPS))}, "
+                "how replicas stay equal in the first steps. Received: warmup="
+                f'{self.warmup!r}. Pass warmup="gradients" for synchronous '
+                "training in these steps."
+            )
 
     def next_look(self, step, memory):
         del memory
         if step < self.warmup_steps:
-            return step + 1
+            is_each = self.warmup == "averaging"
+            return step + 1 if is_each else self.warmup_steps
         return next_multiple(step, self.warmup_steps, self.period)
 
     def is_warming_up(self, step):
@@ -152,7 +173,14 @@ class Periodic(Schedule):
 
     @property
     def periods(self):
-        return (1, self.period) if self.warmup_steps else (self.period,)
+        if not self.warmup_steps:
+            return (self.period,)
+        is_each = self.warmup == "averaging"
+        return (1 if is_each else self.warmup_steps, self.period)
+
+    @property
+    def gradient_steps(self):
+        return self.warmup_steps if self.warmup == "gradients" else 0
 
     def split(self, num_parts):
         check_divides("period", self.period, num_parts)

@@ -4,6 +4,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.ops import control_flow_util
 
+from tf_avgstrategy import gradient_exchange
 from tf_avgstrategy import independent_replicas
 from tf_avgstrategy import keras_hooks
 from tf_avgstrategy import startup
@@ -55,6 +56,12 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
             time by which workers come to it one after the other. Then a worker
             is lost, and all others raise a `WorkerLostError`.
         start_timeout_seconds: Number > 0. How long workers may take to start.
+        gradient_sync: What replicas exchange at every step. "none": nothing.
+            "worker": the replicas of each worker the mean of their gradients,
+            weighted by rows, so that they stay equal and rounds average
+            between workers. "global": all replicas of all workers, which is
+            synchronous training. Steps must run in a `tf.function`, without
+            XLA.
 
     Raises:
         ValueError: If an argument is none of these, or TF_CONFIG is malformed.
@@ -83,7 +90,9 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         communicator="auto",
         timeout_seconds=600,
         start_timeout_seconds=300,
+        gradient_sync="none",
     ):
+        gradient_exchange.check(gradient_sync)
         startup.make_virtual_devices()
         self._communicator_choice = communicator
         # Before anything that starts TensorFlow.
@@ -99,10 +108,13 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
                 cross_device_ops or tf.distribute.ReductionToOneDevice()
             ),
             communicator=communicator,
+            gradient_sync=gradient_sync,
+            timeout_seconds=timeout_seconds,
         )
         # Not MirroredStrategy.__init__, which makes a MirroredExtended.
         tf.distribute.Strategy.__init__(self, extended)
         keras_hooks.install()
+        gradient_exchange.install()
         logging.info("%s", self.describe())
 
     @property

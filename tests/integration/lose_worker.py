@@ -1,6 +1,6 @@
 """Trains T1 slowly on several workers, of which the last one is lost.
 
-python lose_worker.py HOW FILE
+python lose_worker.py HOW FILE [GRADIENT_SYNC]
 
 How it is lost: "first" (before the first round), "between" rounds, "inside" a
 round, "stop" (it no longer runs, but is there), "raise" (an exception),
@@ -29,9 +29,11 @@ def lose_oneself(how):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(how, path):
+def main(how, path, gradient_sync="none"):
     strategy = avg.ParameterAveragingStrategy(
-        timeout_seconds=10, start_timeout_seconds=60
+        timeout_seconds=10,
+        start_timeout_seconds=60,
+        gradient_sync=gradient_sync,
     )
     communicator = strategy.communicator
     is_last = communicator.rank == communicator.size - 1
@@ -67,7 +69,7 @@ def main(how, path):
             y,
             batch_size=communicator.size,
             # What it does comes before the round of the step.
-            callbacks=[Averaging(PERIOD)],
+            callbacks=[Averaging(PERIOD if gradient_sync == "none" else STEPS)],
         )
     except avg.WorkerLostError as error:
         for variable, value in zip(model.variables, state):

@@ -33,12 +33,19 @@ SCHEMES = {
     "loss": lambda: {"schedule": avg.AdaComm(2, 2)},
     "time": lambda: {"schedule": avg.TimeBased(1e-6)},
     "two levels": lambda: {"period": 4, "local_period": 2},
+    "seldom": lambda: {"period": 100},
+    "every 2": lambda: {"period": 2},
+    "warm-up": lambda: {
+        "period": 2,
+        "warmup_steps": 2,
+        "warmup": "gradients",
+    },
 }
 
 
-def path(scheme, steps, rows, replicas=1):
+def path(scheme, steps, rows, replicas=1, gradient_sync="none"):
     """Weights and rounds after T1 with a row for each replica of all."""
-    strategy = scenarios.make_strategy(replicas)
+    strategy = scenarios.make_strategy(replicas, gradient_sync=gradient_sync)
     with strategy.scope():
         model = toys.slope_model()
     averaging = avg.PeriodicAveraging(**SCHEMES[scheme]())
@@ -133,3 +140,123 @@ def running_mean():
     with averager.averaged_weights():
         inside = toys.weight(model)
     return inside, toys.weight(model)
+
+
+def synchronous_network(replicas):
+    """Digests, and the differences to one device on the whole batches."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(25, 4)).astype("float32")
+    # The last batch has one row.
+    data = toys.dataset((x, x.sum(axis=1, keepdims=True)), 6)
+
+    def make():
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential(
+            [
+                keras.layers.Input((4,)),
+                keras.layers.Dense(8, "tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = keras.optimizers.AdamW(
+            0.01, global_clipnorm=0.5, gradient_accumulation_steps=2
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    strategy = scenarios.make_strategy(replicas, gradient_sync="global")
+    with strategy.scope():
+        model = make()
+    logs = scenarios.toys_fit(
+        model, data, epochs=2, callbacks=[avg.PeriodicAveraging(100)]
+    ).history
+    alone = make()
+    expected = scenarios.toys_fit(alone, data, epochs=2).history
+    pairs = zip(model.get_weights(), alone.get_weights())
+    return (
+        scenarios.weights_of(model),
+        max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs),
+        float(np.abs(np.subtract(logs["loss"], expected["loss"])).max()),
+    )
+
+
+def synchronous_uneven(batches, epochs=1, save_freq=None, folder=None):
+    """T1 with another number of batches on each worker."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model()
+    averaging = avg.PeriodicAveraging(3)
+    callbacks = [averaging]
+    if save_freq is not None:
+        callbacks += [
+            keras.callbacks.BackupAndRestore(
+                f"{folder}/backup", save_freq=save_freq
+            ),
+            keras.callbacks.ModelCheckpoint(
+                f"{folder}/model.keras", save_freq=save_freq - 1
+            ),
+        ]
+    data = scenarios.own_rows(strategy, scenarios.ROWS[rank], batches[rank])
+    history = scenarios.toys_fit(
+        model,
+        data,
+        epochs=epochs,
+        validation_data=toys.slope_rows(2),
+        callbacks=callbacks,
+    ).history
+    return {
+        "weights": toys.scalars(model.trainable_variables[0]),
+        "steps": averaging.averager.steps,
+        "rounds": averaging.averager.rounds,
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "history": history,
+    }
+
+
+def synchronous_loop(batches):
+    """The same in a custom loop."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model()
+    data = scenarios.own_rows(strategy, scenarios.ROWS[rank], batches[rank])
+    averager = scenarios.loop(strategy, model, data, period=3)
+    return toys.weight(model), averager.steps, averager.rounds
+
+
+def synchronous_stop():
+    """Epochs that are run where one worker wants to stop after the first."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model()
+
+    def stop(epoch, logs):
+        model.stop_training = rank == 1
+
+    history = scenarios.toys_fit(
+        model,
+        toys.dataset(toys.slope_rows(3), 2),
+        epochs=4,
+        callbacks=[
+            avg.PeriodicAveraging(100),
+            keras.callbacks.LambdaCallback(on_epoch_end=stop),
+        ],
+    )
+    return len(history.epoch), toys.weight(model)
+
+
+def synchronous_without_data():
+    """The error of a worker that has no batch at all."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    with strategy.scope():
+        model = toys.slope_model()
+    averager = avg.ParameterAverager(
+        strategy, model.variables, model.optimizer, period=2
+    )
+    try:
+        averager.end_epoch()
+    except RuntimeError as error:
+        return str(error)
+    return None

@@ -38,6 +38,24 @@ def test_fail_01_a_lost_worker_is_named_in_time(communicator, how, tmp_path):
     assert weight.shape == (1, 1)
 
 
+def test_fail_01_within_a_step_that_exchanges_gradients(communicator, tmp_path):
+    with processes.Job(
+        "lose_worker.py",
+        "between",
+        str(tmp_path / "model.keras"),
+        "global",
+        size=2,
+        communicator=communicator,
+    ) as job:
+        first, last = job.workers
+        last.wait_for("step 3")
+        start = time.monotonic()
+        first.wait_for("as before the round; lost: (1,)")
+        assert time.monotonic() - start < LIMIT_SECONDS
+        assert job.wait(60, ranks=[0]) == [lost_exit.LOST_EXIT_CODE]
+        assert "worker 1" in first.text().partition("did not answer")[0]
+
+
 def test_fail_01_every_other_worker_names_it(communicator, tmp_path):
     with processes.Job(
         "lose_worker.py",

@@ -62,3 +62,85 @@ def test_other_settings_are_an_error(pool):
 def test_the_running_mean_is_the_same_on_all(pool):
     mean = (5.125 + 5.44140625) / 2
     assert pool.run("schemes:running_mean") == [(mean, 5.44140625)] * 2
+
+
+class TestSynchronousSteps:
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_t1(self, pool, replicas):
+        rows = (A,) * replicas + (B,) * replicas
+        results = pool.run(
+            "schemes:path",
+            "seldom",
+            3,
+            rows,
+            replicas=replicas,
+            gradient_sync="global",
+        )
+        # The mean gradient, as rounds after every step.
+        assert results == [([6.2734375] * replicas, 1)] * 2
+
+    def test_gradients_within_workers_and_rounds_between(self, pool):
+        # Worker 0: 5.5, 6.0625; worker 1: 3, 2.25. The mean is 4.15625. Then
+        # 5.55859375, 6.084... as (0.75 w + 8) / 2, and 0.5625 w.
+        results = pool.run(
+            "schemes:path",
+            "every 2",
+            4,
+            (A, B, A, A),
+            replicas=2,
+            gradient_sync="worker",
+        )
+        first = (0.75 * (0.75 * 4.15625 + 8) / 2 + 8) / 2
+        mean = (first + 0.5625 * 4.15625) / 2
+        assert results == [([mean] * 2, 2)] * 2
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_a_network_equals_one_device(self, pool, replicas):
+        results = pool.run("schemes:synchronous_network", replicas)
+        (first, _, _), (second, _, _) = results
+        assert first == second
+        for _, weights, logs in results:
+            # Sums of float32 in another order.
+            assert weights < 2e-5
+            assert logs < 2e-4
+
+    @pytest.mark.parametrize("gradient_sync", ["none", "worker"])
+    def test_warm_up(self, pool, gradient_sync):
+        # As in tests/test_gradient_exchange.py.
+        results = pool.run(
+            "schemes:path", "warm-up", 4, (A, B), gradient_sync=gradient_sync
+        )
+        assert results == [([5.705078125], 2)] * 2
+
+    @pytest.mark.parametrize("batches", [[2, 5], [5, 2]])
+    def test_uneven_data(self, pool, batches):
+        first, second = pool.run("schemes:synchronous_uneven", batches)
+        assert first == second
+        # 5.5 and 6.0625 together. Then B alone: 8. Or A alone: 0.75 ** 3.
+        weight = 8.0 if batches[1] == 5 else 6.0625 * 0.75**3
+        assert first["weights"] == [weight]
+        assert first["steps"] == first["iterations"] == 5
+        assert first["rounds"] == 2
+
+    def test_uneven_data_and_files_within_epochs(self, pool, tmp_path):
+        first, second = pool.run(
+            "schemes:synchronous_uneven",
+            [2, 7],
+            epochs=2,
+            save_freq=3,
+            folder=str(tmp_path),
+        )
+        assert first == second
+        assert first["iterations"] == 14
+
+    def test_uneven_data_in_a_custom_loop(self, pool):
+        assert pool.run("schemes:synchronous_loop", [2, 5]) == [(8.0, 5, 2)] * 2
+
+    def test_one_worker_stops_all(self, pool):
+        first, second = pool.run("schemes:synchronous_stop")
+        assert first == second
+        assert first[0] == 1
+
+    def test_a_worker_without_data_is_named(self, pool):
+        for message in pool.run("schemes:synchronous_without_data"):
+            assert "without any" in message
