@@ -18,6 +18,7 @@ def status(weight=8.0, **fields):
         "loss_weight": 8.0,
         "drift": 0.0,
         "seconds": 1.5,
+        "divergence": 0.25,
         "num_excluded": 0,
         "sick_replica": -1,
         "sick_variable": -1,

@@ -37,6 +37,8 @@ def compare(make, count=27, replicas=2, **options):
     """Differences to one device: of weights, of logs. Batches of 6 rows."""
     data = toys.dataset(rows(count), 6)
     alone = network(make(), **options)
+    # Keras' ScheduleFreeAdamW is another one if a step builds it.
+    alone.optimizer.build(alone.trainable_variables)
     expected = toys.fit(alone, data, epochs=2).history
     strategy = toys.make_strategy(replicas, gradient_sync="worker")
     with strategy.scope():
@@ -78,12 +80,15 @@ OPTIMIZERS = {
             "Adadelta",
             "Adafactor",
             "Adagrad",
+            "AdamW",
             "Adamax",
             "Ftrl",
             "Lamb",
             "Lion",
+            "Muon",
             "Nadam",
             "RMSprop",
+            "ScheduleFreeAdamW",
         )
         if hasattr(keras.optimizers, name)
     },

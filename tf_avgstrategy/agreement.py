@@ -45,6 +45,7 @@ class Status(NamedTuple):
         loss_weight: Float >= 0, the rows of that mean. 0: unknown.
         drift: Float >= 0, how far its replicas are from the references.
         seconds: Float >= 0, time since the last round by its clock.
+        divergence: Float, of its replicas in the last round. NaN: unknown.
         sick_replica: Int, the first of its replicas with a variable that is
             not finite, -1 if there is none.
         sick_variable: Int, that variable's place.
@@ -68,6 +69,7 @@ class Status(NamedTuple):
     loss_weight: float
     drift: float
     seconds: float
+    divergence: float
     sick_replica: int
     sick_variable: int
     num_excluded: int
@@ -102,7 +104,7 @@ def _status(row, num_floats):
 # Of the attributes that are numbers.
 _KINDS = (
     *(int, int, int, bool, bool, int),
-    *(float, float, float, float, float),
+    *(float, float, float, float, float, float),
     *(int, int, int),
 )
 

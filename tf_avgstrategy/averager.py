@@ -86,6 +86,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             always move onto it.
         warmup: "averaging", or "gradients": replicas of all workers exchange
             gradients in the first `warmup_steps` steps, in place of rounds.
+        telemetry: Bool, whether to measure rounds, see `on_record`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -130,6 +131,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         local_period=None,
         elastic_alpha=1.0,
         warmup="averaging",
+        telemetry=False,
     ):
         check_strategy(strategy)
         settings = averaging_settings.make(
@@ -146,6 +148,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             local_period=local_period,
             elastic_alpha=elastic_alpha,
             warmup=warmup,
+            telemetry=telemetry,
         )
         strategy.check_environment()
         if not isinstance(optimizers, (list, tuple)):
@@ -177,6 +180,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._participant.on_round(self._note_round)
         self._begin_schedule()
         self.start()
+        self._participant.recorder.begin(self.steps)
 
     @property
     def rounds(self):
@@ -355,6 +359,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         _check_eager()
         self._wait_for_all(agreement.AFTER_TRAINING)
+        self._participant.recorder.flush()
 
     def describe(self):
         """Returns a table, as a string, of what a round does to what."""
@@ -385,6 +390,14 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._participant.rounds = other.rounds
         self._participant.excluded = other.excluded
         self._begin_schedule()
+
+    def on_record(self, function):
+        """Calls a function with the `RoundRecord` of each round.
+
+        It is called with the next message that workers exchange, by which how
+        far replicas were apart is known of all, or by `end_training`.
+        """
+        self._participant.recorder.tell(function)
 
     def read_losses_from(self, function):
         """Lets the schedule know the loss of a training.

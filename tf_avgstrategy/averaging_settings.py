@@ -28,6 +28,7 @@ class Settings(NamedTuple):
         periods: Dict from regular expression to period, or None.
         elastic_alpha: Float in (0, 1].
         local_period: Int >= 1 or None.
+        telemetry: Bool, whether rounds are measured.
     """
 
     schedule: object
@@ -40,6 +41,7 @@ class Settings(NamedTuple):
     periods: object = None
     elastic_alpha: float = 1.0
     local_period: object = None
+    telemetry: bool = False
 
     @property
     def keeps_references(self):
@@ -70,6 +72,7 @@ class Settings(NamedTuple):
             "periods": self.periods,
             "elastic_alpha": self.elastic_alpha,
             "local_period": self.local_period,
+            "telemetry": self.telemetry,
         }
         return ", ".join(f"{name}={value}" for name, value in settings.items())
 
@@ -89,6 +92,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
     periods,
     local_period,
     elastic_alpha,
+    telemetry,
 ):
     """Checks the arguments of `ParameterAverager`.
 
@@ -119,6 +123,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
         periods=periods,
         elastic_alpha=elastic_alpha,
         local_period=local_period,
+        telemetry=bool(telemetry),
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 
 import keras
 import tensorflow as tf
@@ -13,6 +14,7 @@ from tf_avgstrategy import backups
 from tf_avgstrategy import fit_callbacks
 from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import schedules
+from tf_avgstrategy import telemetry as telemetries
 from tf_avgstrategy import worker_metrics
 
 __all__ = ["PeriodicAveraging"]
@@ -79,6 +81,15 @@ class PeriodicAveraging(keras.callbacks.Callback):
             always move onto it.
         warmup: "averaging", or "gradients": replicas of all workers exchange
             gradients in the first `warmup_steps` steps, in place of rounds.
+        telemetry: Bool, whether to measure rounds. Logs then hold `rounds`,
+            `round_seconds` (mean), `megabytes_sent` (by this worker) and
+            `divergence` (mean) of the epoch. Costs one more pass over the
+            weights in a round.
+        log_file: String or path of a file to which the chief adds a line of
+            JSON for the start, each round and each epoch. Implies `telemetry`.
+            `tf-avgstrategy plot` draws it.
+        log_dir: String or path of a folder for the chief's TensorBoard
+            scalars. Implies `telemetry`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -119,6 +130,9 @@ class PeriodicAveraging(keras.callbacks.Callback):
         local_period=None,
         elastic_alpha=1.0,
         warmup="averaging",
+        telemetry=False,
+        log_file=None,
+        log_dir=None,
     ):
         super().__init__()
         self._arguments = {
@@ -135,6 +149,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             "local_period": local_period,
             "elastic_alpha": elastic_alpha,
             "warmup": warmup,
+            "telemetry": bool(telemetry or log_file or log_dir),
         }
         self._settings = averaging_settings.make(**self._arguments)
         self.period = period
@@ -142,6 +157,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.slots = slots
         self.overrides = overrides
         self.on_non_finite = on_non_finite
+        self.log_file = log_file and os.fspath(log_file)
+        self.log_dir = log_dir and os.fspath(log_dir)
         self.averager = None
         self.moments = fit_callbacks.SaveMoments(())
         self.batch_steps = 0
@@ -151,10 +168,16 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._is_epoch_open = False
         self._listeners = []
         self._last = None
+        self._records = []
+        self._log = None
 
     def get_config(self):
         """Returns the arguments as a dict, for `from_config`."""
-        config = dict(self._arguments)
+        config = {
+            **self._arguments,
+            "log_file": self.log_file,
+            "log_dir": self.log_dir,
+        }
         schedule = config["schedule"]
         if schedule is not None:
             config["schedule"] = {
@@ -266,10 +289,12 @@ class PeriodicAveraging(keras.callbacks.Callback):
         for listener in self._listeners:
             listener.on_averaging_begin(self.averager)
         self._steps_seen = self._num_steps_run()
+        self._begin_log()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._is_epoch_open = True
         self._excluded_before = self.averager.excluded
+        self._records = []
 
     def on_train_batch_begin(self, batch, logs=None):
         self._is_epoch_open = True
@@ -284,6 +309,10 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.close_epoch()
         if self._settings.is_excluding and logs is not None:
             logs["excluded"] = self.averager.excluded - self._excluded_before
+        if self._settings.telemetry and logs is not None:
+            logs.update(telemetries.epoch_logs(self._records))
+        if self._log is not None:
+            self._log.write_epoch(epoch, self.averager.steps, logs or {})
 
     def on_test_begin(self, logs=None):
         # In `fit` validation comes before `on_epoch_end`.
@@ -306,6 +335,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
             optimizer_parts.finalize(self.model)
         if self.averager.keeps_local("ema"):
             self.averager.average()
+        if self._log is not None:
+            self._log.end()
         self.model.distribute_strategy.extended.fit_in_progress = None
 
     def leave(self):
@@ -332,6 +363,25 @@ class PeriodicAveraging(keras.callbacks.Callback):
         if last is not None:
             self.averager.go_on_counting(last)
         self.averager.keep_also(self._metric_copies)
+        if self._settings.telemetry:
+            self.averager.on_record(self._note_record)
+
+    def _note_record(self, record):
+        self._records.append(record)
+        if self._log is not None:
+            self._log.write_round(record)
+
+    def _begin_log(self):
+        strategy = self.model.distribute_strategy
+        if strategy.is_chief and (self.log_file or self.log_dir):
+            self._log = telemetries.RoundLog(self.log_file, self.log_dir)
+            self._log.write_start(
+                workers=strategy.communicator.size,
+                replicas=strategy.num_replicas_in_sync,
+                schedule=str(self.schedule),
+                step=self.averager.steps,
+                bytes_per_round=self.averager.bytes_per_round,
+            )
 
     def _metric_copies(self):
         copies = worker_metrics.metric_copies(self.model)

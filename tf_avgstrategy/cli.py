@@ -14,6 +14,7 @@ from tf_avgstrategy import _version
 from tf_avgstrategy import checkpoint_averaging
 from tf_avgstrategy import horovod_build
 from tf_avgstrategy import launcher
+from tf_avgstrategy import plots
 
 __all__ = ["main"]
 
@@ -24,6 +25,7 @@ Commands:
   launch         runs a script on several workers of this machine
   build-horovod  builds Horovod for the installed TensorFlow, and installs it
   average        writes the mean of the files of several trained models
+  plot           draws what rounds cost and gave, of files of round records
 
 `tf-avgstrategy COMMAND --help` lists the options of a command.
 """
@@ -67,6 +69,7 @@ def _run(argv):
         "average": _Command(
             _average, "--output=FILE [OPTIONS] FILES", _average_options()
         ),
+        "plot": _Command(_plot, "[OPTIONS] FILES", _plot_options()),
     }
     name, arguments = "".join(argv[1:2]), argv[2:]
     if name in ("--help", "-h", "help"):
@@ -304,6 +307,45 @@ def _average(options, paths):
     except ValueError as error:
         print(f"tf-avgstrategy average: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _plot_options():
+    options = _options()
+    options.set_gnu_getopt(True)
+    flags.DEFINE_string(
+        "output",
+        "run.png",
+        "The picture: .png, .pdf, .svg.",
+        flag_values=options,
+    )
+    flags.DEFINE_boolean(
+        "compare",
+        False,
+        "Show totals of the runs in place of parts of rounds and stragglers.",
+        flag_values=options,
+    )
+    return _allow_dashes(options)
+
+
+def _plot(options, paths):
+    if not paths:
+        raise flags.Error(
+            "There must be files that PeriodicAveraging(log_file=...) wrote."
+        )
+    try:
+        runs = [plots.read(path) for path in paths]
+        plots.draw(runs, options.output, is_comparison=options.compare)
+    except (ValueError, OSError) as error:
+        print(f"tf-avgstrategy plot: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        print(
+            f"tf-avgstrategy plot: {error}. Run `pip install matplotlib`.",
+            file=sys.stderr,
+        )
+        return 1
+    print(options.output)
     return 0
 
 

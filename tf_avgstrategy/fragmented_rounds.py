@@ -1,5 +1,7 @@
 """Fragmented rounds: one round for each fragment, with what they share."""
 
+import math
+
 import tensorflow as tf
 
 from tf_avgstrategy import outer_optimizers
@@ -22,6 +24,7 @@ class FragmentedRound:
         outer_optimizer: `keras.optimizers.Optimizer` or None.
         outer_device: String, the device of outer parameters and slots.
         elastic_alpha: Float in (0, 1], see `Round`.
+        measures: Bool, see `Round`.
 
     Attributes:
         fragments: See above.
@@ -38,6 +41,7 @@ class FragmentedRound:
         outer_optimizer,
         outer_device,
         elastic_alpha,
+        measures,
     ):
         self.fragments = fragments
         travelling = state.travelling_rules(rules)
@@ -74,6 +78,7 @@ class FragmentedRound:
                 ],
                 outer,
                 elastic_alpha,
+                measures,
             )
 
         self.whole = make(rules)
@@ -92,7 +97,17 @@ class FragmentedRound:
         first = rule.copies[0]
         return self._references.get(id(first), first).read_value()
 
-    def run(self, places, shares, extremes, *, is_scheduled, inner_rate):
+    def divergence(self, places):
+        """Returns how far local replicas were from the mean, a float.
+
+        Args:
+            places: List of ints, the fragments of the last round.
+        """
+        squares = [self._rounds[place].squares for place in places]
+        apart, norm = (math.fsum(part) for part in zip(*squares))
+        return math.sqrt(apart / norm) if norm else math.nan
+
+    def run(self, places, shares, extremes, *, is_scheduled, inner_rate, watch):
         """Runs the rounds of some fragments, all or nothing.
 
         Args:
@@ -101,9 +116,11 @@ class FragmentedRound:
             extremes: See `Round.run`.
             is_scheduled: See `Round.run`.
             inner_rate: See `Round.run`.
+            watch: `Stopwatch`.
         """
         chosen = [self._rounds[place] for place in places]
-        sums = [one.begin(own) for one, own in zip(chosen, shares)]
+        with watch.exchange():
+            sums = [one.begin(own) for one, own in zip(chosen, shares)]
         for one, total, own in zip(chosen, sums, shares):
             one.finish(total, own, extremes, is_scheduled, inner_rate)
 

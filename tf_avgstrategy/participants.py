@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_avgstrategy import agreement
+from tf_avgstrategy import buckets
 from tf_avgstrategy import communicators
 from tf_avgstrategy import fragmented_rounds
 from tf_avgstrategy import fragments
@@ -17,6 +18,7 @@ from tf_avgstrategy import rounds
 from tf_avgstrategy import schedules
 from tf_avgstrategy import snapshots
 from tf_avgstrategy import state
+from tf_avgstrategy import telemetry
 from tf_avgstrategy import timetables
 from tf_avgstrategy import training_counts
 
@@ -38,6 +40,7 @@ class Participant:
         rounds: Int, the rounds that were run.
         excluded: Int, how often a round has excluded a replica.
         timetable: `Timetable`.
+        recorder: `Recorder`, which knows rounds if settings ask for it.
         steps_per_update: Int, training steps for each that it counts.
     """
 
@@ -53,6 +56,7 @@ class Participant:
         self._round = None
         self._has_warned = False
         self._on_round = []
+        self.recorder = telemetry.Recorder()
         self.rounds = 0
         self.excluded = 0
         self.timetable = timetables.Timetable(settings.schedule)
@@ -293,6 +297,7 @@ class Participant:
             List of the `Status` of each worker before the round, and list of
             the bytes that one of them wanted to gather.
         """
+        watch = telemetry.Stopwatch()
         now = self._counts.now()
         stepped, rows = self._counts.since_rounds()
         if weights is not None:
@@ -308,7 +313,9 @@ class Participant:
             gathers=gathers,
             **observed,
         )
-        statuses = status.exchange(self._communicator)
+        with watch.exchange():
+            statuses = status.exchange(self._communicator)
+        self.recorder.meet(statuses)
         if not self._has_warned:
             self._has_warned = agreement.warn_of_idle_workers(statuses)
         facts = timetables.facts(statuses, self.steps_per_update)
@@ -331,6 +338,7 @@ class Participant:
                 totals=totals,
                 inner_rate=facts.learning_rate,
                 is_scheduled=is_scheduled,
+                watch=watch,
             )
             if is_forced or self._settings.elastic_alpha == 1:
                 self._counts.note_round(places, now)
@@ -404,6 +412,7 @@ class Participant:
             outer_optimizer=settings.outer_optimizer,
             outer_device=settings.outer_device,
             elastic_alpha=settings.elastic_alpha,
+            measures=settings.telemetry,
         )
         self._round.restore_outer(outer)
         self._local_round = rounds.Round(
@@ -428,6 +437,7 @@ class Participant:
             sick_replica=replica,
             sick_variable=variable,
             num_excluded=int(np.sum(is_excluded)),
+            divergence=self.recorder.divergence,
             drift=whole.drift() if self._settings.schedule.needs_drift else 0.0,
             fragments=np.stack([weights, stepped], axis=1).astype(np.float64),
             extremes=extremes,
@@ -444,6 +454,7 @@ class Participant:
         totals,
         inner_rate,
         is_scheduled,
+        watch,
     ):
         if not places:
             return
@@ -457,11 +468,27 @@ class Participant:
             agreement.extremes(statuses, whole.agrees_on_floats),
             is_scheduled=is_scheduled,
             inner_rate=inner_rate,
+            watch=watch,
         )
         self.rounds += 1
-        moved = [r for p in places for r in self._fragments[p].rules]
+        moved = [
+            rule
+            for place in places
+            for rule in state.travelling_rules(self._fragments[place].rules)
+        ]
         for function in self._on_round:
-            function([rule for rule in moved if rule.travels])
+            function(moved)
+        if self._settings.telemetry:
+            self.recorder.note(
+                watch,
+                statuses,
+                rank=self._communicator.rank,
+                divergence=self._round.divergence(places),
+                round=self.rounds,
+                is_scheduled=is_scheduled,
+                fragments=places,
+                payload_bytes=sum(map(buckets.num_bytes, rounds.specs(moved))),
+            )
 
     def _check_weights(self, weights):
         num_replicas = self._counts.num_replicas

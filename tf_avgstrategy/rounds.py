@@ -33,10 +33,17 @@ class Round:
             mean is taken as it is.
         elastic_alpha: Float in (0, 1], how far towards the mean the replicas
             move in a scheduled round.
+        measures: Bool, whether to find out how far replicas are from the mean.
     """
 
     def __init__(
-        self, rules, communicator, references=(), outer=None, elastic_alpha=1.0
+        self,
+        rules,
+        communicator,
+        references=(),
+        outer=None,
+        elastic_alpha=1.0,
+        measures=False,
     ):
         self._communicator = communicator
         self._rules = rules
@@ -59,6 +66,13 @@ class Round:
         self._references = list(references)
         self._outer = outer
         self._elastic_alpha = elastic_alpha
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Squares of the local replicas' distances, and of the mean's norm.
+            self._squares = (
+                tf.Variable(tf.zeros([2], tf.float64), trainable=False)
+                if measures
+                else None
+            )
         self._variances = [r for r in self._travelling if r.rule == "pooled"]
         self._means = [r for r in self._travelling if r.rule != "pooled"]
         self._mean_plan, self._variance_plan = (
@@ -107,6 +121,15 @@ class Round:
         """
         is_finite, extremes = self._read_state()
         return is_finite.numpy(), extremes.numpy()
+
+    @property
+    def squares(self):
+        """Two floats, what the last round has found out of weights.
+
+        The mean square of the local replicas' distances from the mean of all,
+        and the square of the norm of that.
+        """
+        return self._squares.numpy().tolist()
 
     def drift(self):
         """Returns how far replicas are from the references, a float.
@@ -271,9 +294,14 @@ class Round:
             (rule, _new_value(rule, moved, agreed)) for rule in self._rules
         ]
         computed = [v for _, v in new_values if v is not None]
+        if self._squares is not None:
+            squares = self._measure(moved)
+            computed.append(squares)
         # Through one node: an edge from every value to every write would make
         # their number grow with the square of the number of variables.
         with tf.control_dependencies([tf.group(*computed, *moved.values())]):
+            if self._squares is not None:
+                self._squares.assign(squares)
             outer = self._outer_values(sums, inner_rate)
             for rule, value in new_values:
                 value = outer.get(
@@ -292,6 +320,16 @@ class Round:
                     outer.get(key, moved[key]), rule.copies[0].dtype
                 )
                 _write([reference], value)
+
+    def _measure(self, moved):
+        weights = [rule for rule in self._means if rule.kind == "weight"]
+        means = [moved[id(rule.copies[0])] for rule in weights]
+        copies = zip(*(rule.copies for rule in weights))
+        squares = [mean.distance(_read(own), means) ** 2 for own in copies]
+        norm = mean.distance(means, map(tf.zeros_like, means))
+        if not squares:
+            return tf.zeros([2], tf.float64)
+        return tf.stack([tf.add_n(squares) / len(squares), norm**2])
 
     def _outer_values(self, sums, inner_rate):
         """Where an outer optimizer takes weights, by the first copy's id."""

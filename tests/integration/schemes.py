@@ -3,6 +3,10 @@
 Every worker of a pool runs the same function.
 """
 
+import json
+import pathlib
+import time
+
 import keras
 import numpy as np
 import scenarios
@@ -260,3 +264,28 @@ def synchronous_without_data():
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def telemetry(folder):
+    """Logs, and the lines of the chief's file."""
+    strategy = scenarios.make_strategy()
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model(toys.sgd(momentum=0.5))
+
+    class Late(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if rank == 1 and batch in (1, 3):
+                time.sleep(0.3)
+
+    path = pathlib.Path(folder) / "run.jsonl"
+    averaging = avg.PeriodicAveraging(2, log_file=path)
+    history = scenarios.toys_fit(
+        model,
+        toys.dataset(toys.slope_rows(4), 2),
+        epochs=2,
+        callbacks=[averaging, Late()],
+    ).history
+    strategy.communicator.barrier()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return history["divergence"], history["megabytes_sent"], lines

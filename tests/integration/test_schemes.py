@@ -144,3 +144,38 @@ class TestSynchronousSteps:
     def test_a_worker_without_data_is_named(self, pool):
         for message in pool.run("schemes:synchronous_without_data"):
             assert "without any" in message
+
+
+def test_round_records(pool, tmp_path):
+    first, second = pool.run("schemes:telemetry", str(tmp_path))
+    # One file, of the chief.
+    assert first == second
+    divergence, megabytes, lines = first
+    start, *others = lines
+    assert start["kind"] == "start"
+    assert (start["workers"], start["bytes_per_round"]) == (2, 8)
+    rounds = [line for line in others if line["kind"] == "round"]
+    assert [line["step"] for line in rounds] == [2, 4, 6, 8]
+    # T2: 3.0, 1.75 and 8, 10: both 4.125 from 5.875.
+    assert rounds[0]["divergence"] == pytest.approx(4.125 / 5.875, rel=1e-6)
+    for line in rounds:
+        # Weight and momentum, to and fro of two halves.
+        assert (line["payload_bytes"], line["bytes_sent"]) == (8, 8)
+        assert line["weights"] == [2.0, 2.0]
+        parts = (
+            line["waiting_seconds"],
+            line["exchanging_seconds"],
+            line["computing_seconds"],
+        )
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(line["seconds"])
+        # Worker 1 is late, and the chief waits for it.
+        assert line["late"] == 1
+        assert line["late_seconds"] > 0.2
+        assert line["waiting_seconds"] > 0.2
+    epochs = [line for line in others if line["kind"] == "epoch"]
+    assert [line["logs"]["rounds"] for line in epochs] == [2, 2]
+    assert divergence[0] == pytest.approx(
+        (rounds[0]["divergence"] + rounds[1]["divergence"]) / 2
+    )
+    assert megabytes == [16e-6, 16e-6]
