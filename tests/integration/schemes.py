@@ -273,13 +273,27 @@ def telemetry(folder):
     with strategy.scope():
         model = toys.slope_model(toys.sgd(momentum=0.5))
 
-    class Late(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if rank == 1 and batch in (1, 3):
-                time.sleep(0.3)
-
     path = pathlib.Path(folder) / "run.jsonl"
+
+    class Late(keras.callbacks.Callback):
+        """Worker 1 begins the last step before a round after the chief has."""
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self._epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch not in (1, 3):
+                return
+            begun = pathlib.Path(folder) / f"begun-{self._epoch}-{batch}"
+            if rank == 0:
+                begun.touch()
+                return
+            while not begun.exists():
+                time.sleep(0.01)
+            time.sleep(0.5)
+
     averaging = avg.PeriodicAveraging(2, log_file=path)
+    path = pathlib.Path(folder) / "run.jsonl"
     history = scenarios.toys_fit(
         model,
         toys.dataset(toys.slope_rows(4), 2),

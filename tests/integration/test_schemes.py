@@ -169,7 +169,8 @@ def test_round_records(pool, tmp_path):
         )
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(line["seconds"])
-        # Worker 1 is late, and the chief waits for it.
+        # Worker 1 begins its last step half a second after the chief, whose
+        # own last step may take longer on a busy machine.
         assert line["late"] == 1
         assert line["late_seconds"] > 0.2
         assert line["waiting_seconds"] > 0.2
