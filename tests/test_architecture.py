@@ -104,6 +104,7 @@ MAY_IMPORT = {
         "gradient_exchange",
         "replica_step",
         "sharding",
+        "steps_without_rows",
         "variables",
     },
     "keras_hooks": {"independent_replicas", "snapshots", "worker_metrics"},
@@ -149,6 +150,7 @@ MAY_IMPORT = {
         "lost_exit",
     },
     "state": {"optimizer_parts", "variables"},
+    "steps_without_rows": {"replica_step"},
     "strategy": {
         "gradient_exchange",
         "independent_replicas",
@@ -171,6 +173,7 @@ PRIVATE_TENSORFLOW = {
     "independent_replicas",
     "row_order",
     "sharding",
+    "steps_without_rows",
     "strategy",
     "variables",
 }
@@ -196,6 +199,8 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.distribute.input_util"
     ".get_distributed_datasets_from_function",
     "tensorflow.python.distribute.mirrored_run.call_for_each_replica",
+    "tensorflow.python.distribute.values.PerReplicaSpec",
+    "tensorflow.python.framework.func_graph.FuncGraph",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._call_for_each_replica",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
@@ -259,6 +264,7 @@ PRIVATE_ATTRIBUTES = {
     "structured_function": ["_func"],
     "variable": ["_values", "_distribute_strategy"],
     "function": ["_autograph", "_jit_compile"],
+    "per_replica_spec": ["_value_specs"],
     "keras_variable": ["_value"],
     "optimizer": [
         "_iterations",
@@ -399,6 +405,7 @@ def test_tensorflow_and_keras_still_have_attributes_of(kind):
     import keras
     import tensorflow as tf
     import toys
+    from tensorflow.python.distribute import values
     from tensorflow.python.eager import context
 
     numbers = tf.data.Dataset.range(2)
@@ -434,6 +441,9 @@ def test_tensorflow_and_keras_still_have_attributes_of(kind):
             "structured_function": lambda: numbers.map(abs)._functions()[0],
             "variable": lambda: tf.Variable(1.0),
             "function": lambda: tf.function(lambda: 1),
+            "per_replica_spec": lambda: values.PerReplicaSpec(
+                tf.TensorSpec([]), tf.TensorSpec([])
+            ),
             "keras_variable": lambda: keras.Variable(1.0),
             "optimizer": lambda: built(
                 lambda: optimizers.SGD(

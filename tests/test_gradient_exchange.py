@@ -358,6 +358,55 @@ class TestWarmUp:
         for ours, plain in zip(model, train()):
             np.testing.assert_array_equal(ours, plain)
 
+    def test_of_a_model_that_was_traced_before(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model, other = toys.slope_model(), toys.slope_model()
+        x, y = toys.slope_rows(1)
+        toys.fit(
+            model, x, y, batch_size=2, callbacks=[avg.PeriodicAveraging(1)]
+        )
+        for trained in (other, model):
+            warm_up = avg.PeriodicAveraging(9, 2, warmup="gradients")
+            toys.fit(trained, x, y, batch_size=2, callbacks=[warm_up])
+        toys.assert_replicas_equal(model)
+        assert toys.weight(model) == T1_PATH[1]
+
+    def test_of_a_loop_that_was_traced_before(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model = toys.slope_model()
+        step = tf.function(lambda data: strategy.run(model.train_step, (data,)))
+        data = [tf.constant([[number]]) for number in toys.ROW_B]
+        step(data)
+        averager = avg.ParameterAverager(
+            strategy,
+            model.variables,
+            model.optimizer,
+            period=4,
+            warmup_steps=2,
+            warmup="gradients",
+        )
+        step(data)
+        with pytest.raises(RuntimeError, match="traced after the averager"):
+            averager.step()
+
+    def test_it_ends_with_fit(self):
+        strategy = toys.make_strategy()
+        with strategy.scope():
+            model, eager = (
+                toys.slope_model(),
+                toys.slope_model(run_eagerly=True),
+            )
+        x, y = toys.slope_rows(1)
+        warm_up = avg.PeriodicAveraging(4, 4, warmup="gradients")
+        toys.fit(model, x, y, batch_size=2, callbacks=[warm_up])
+        assert not strategy.extended.exchange.is_in_force
+        toys.fit(
+            eager, x, y, batch_size=2, callbacks=[avg.PeriodicAveraging(1)]
+        )
+        assert toys.weight(eager) == T1_PATH[0]
+
     def test_an_unknown_warm_up_is_refused(self):
         with pytest.raises(ValueError, match="`warmup` .*'gradients'.*'both'"):
             avg.PeriodicAveraging(2, 2, warmup="both")
@@ -369,6 +418,12 @@ class TestErrors:
             ValueError, match="'none', 'worker', 'global'.*'all'"
         ):
             toys.make_strategy(gradient_sync="all")
+
+    def test_a_device_that_is_not_there(self):
+        with pytest.raises(ValueError, match="device of its own.*CPU:99"):
+            avg.ParameterAveragingStrategy(
+                ["CPU:0", "CPU:99"], gradient_sync="worker"
+            )
 
     def test_eager_steps(self):
         with toys.make_strategy(gradient_sync="worker").scope():
@@ -393,6 +448,47 @@ class TestErrors:
                 batch_size=2,
                 callbacks=[avg.PeriodicAveraging(2)],
             )
+
+    def test_xla_of_an_earlier_fit(self):
+        with toys.make_strategy().scope():
+            model = toys.slope_model(jit_compile=True)
+        x, y = toys.slope_rows(1)
+        for options in ({}, {"warmup_steps": 2, "warmup": "gradients"}):
+            averaging = avg.PeriodicAveraging(2, **options)
+            if options:
+                with pytest.raises(ValueError, match="XLA cannot compile"):
+                    toys.fit(model, x, y, batch_size=2, callbacks=[averaging])
+            else:
+                toys.fit(model, x, y, batch_size=2, callbacks=[averaging])
+
+    @pytest.mark.parametrize("gradient_sync", ["none", "worker"])
+    def test_no_gradient_at_all(self, gradient_sync):
+        """As Keras says it."""
+        strategy = toys.make_strategy(gradient_sync=gradient_sync)
+        with strategy.scope():
+            optimizer = toys.sgd()
+            weight = tf.Variable(1.0)
+            optimizer.build([weight])
+
+        @tf.function
+        def step():
+            strategy.run(lambda: optimizer.apply([None], [weight]))
+
+        with pytest.raises(ValueError, match="No gradients provided"):
+            step()
+
+    def test_an_optimizer_that_is_not_built(self):
+        strategy = toys.make_strategy(gradient_sync="worker")
+        with strategy.scope():
+            optimizer = toys.sgd()
+            weight = tf.Variable(1.0)
+
+        @tf.function
+        def step():
+            strategy.run(lambda: optimizer.apply([weight + 1.0], [weight]))
+
+        with pytest.raises(ValueError, match="built before.*optimizer.build"):
+            step()
 
     def test_a_communicator_that_cannot(self):
         strategy = toys.make_strategy(

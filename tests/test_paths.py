@@ -249,6 +249,51 @@ class TestTwoLevels:
         # 5.125 after step 2, without a round of all workers.
         assert path(4, 4, local_period=2) == (5.44140625, [4])
 
+    def test_what_does_not_travel_meets_locally(self):
+        two_slopes = TestFragments().path
+        # As with a period of 2. The end of `fit` adds a round.
+        assert two_slopes(4, period=4, fragments=2, local_period=2) == (
+            [5.44140625, 5.44140625],
+            3,
+        )
+
+    def test_rows_are_counted_on_after_a_restart(self, tmp_path):
+        averaging = {"period": 4, "local_period": 2}
+        strategy = toys.make_strategy()
+
+        def batch(number, counts):
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: tf.fill(
+                    [counts[context.replica_id_in_sync_group], 1],
+                    (toys.ROW_A, toys.ROW_B)[context.replica_id_in_sync_group][
+                        number
+                    ],
+                )
+            )
+
+        def make():
+            with strategy.scope():
+                model = toys.slope_model()
+            averager = avg.ParameterAverager(
+                strategy, model.variables, model.optimizer, **averaging
+            )
+            return model, averager
+
+        def train(model, averager, counts):
+            data = batch(0, counts), batch(1, counts)
+            strategy.run(model.train_step, args=(data,))
+            averager.step()
+
+        model, averager = make()
+        train(model, averager, [5, 1])
+        saved = tf.train.Checkpoint(model=model, averager=averager)
+        path = saved.save(str(tmp_path / "of-step-1"))
+        model, averager = make()
+        tf.train.Checkpoint(model=model, averager=averager).restore(path)
+        train(model, averager, [1, 1])
+        # 2.25 of 6 rows and 8 of 2.
+        assert toys.scalars(model.trainable_variables[0]) == [3.6875] * 2
+
     def test_local_averaging_waits_for_finite_replicas(self):
         with toys.make_strategy().scope():
             model = toys.slope_model()

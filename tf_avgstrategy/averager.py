@@ -175,6 +175,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._running_mean = None
         self._restored_mean = {}
         self._counts_rounds = True
+        self._num_exchanged = strategy.extended.steps_without_rows.num_steps
         self.steps = optimizer_parts.steps_made(self._optimizers)
         self._steps_before_epoch = self.steps
         self._participant.on_round(self._note_round)
@@ -226,6 +227,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
         Raises:
             TypeError: If `num_steps` is not an integer.
             ValueError: If it is negative.
+            RuntimeError: In a `warmup="gradients"`, if steps were traced
+                before this averager was made, or run eagerly.
         """
         _check_eager()
         schedules.check_integer("num_steps", num_steps, at_least=0)
@@ -235,6 +238,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 rule.variable.restored_copies = None
         if loss is not None and self._schedule.needs_loss:
             self._losses.add(float(loss), num_steps)
+        self._check_gradients_travelled(num_steps)
         participant = self._participant
         before = self.steps // participant.steps_per_update
         self.steps += num_steps
@@ -246,8 +250,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         rounds_before = self.rounds
         if self._is_pending:
             self._take_part(agreement.IN_EPOCH, looks=True)
-        if self.rounds == rounds_before:
-            participant.average_locally(before, after)
+        participant.average_locally(before, after)
         return self.rounds > rounds_before
 
     def average_if_stepped(self):
@@ -569,6 +572,26 @@ class ParameterAverager(tf.train.experimental.PythonState):
         if exchange is not None:
             updates = self.steps // self._participant.steps_per_update
             exchange.set_global(updates < self._schedule.gradient_steps)
+
+    def _check_gradients_travelled(self, num_steps):
+        """Raises where steps were traced before they were to exchange any."""
+        extended = self._strategy.extended
+        exchange = extended.exchange
+        if not self._schedule.gradient_steps or exchange is None:
+            return
+        if not exchange.is_in_force:
+            return
+        before = self._num_exchanged
+        self._num_exchanged = extended.steps_without_rows.num_steps
+        is_missing = num_steps and self._num_exchanged == before
+        if is_missing and extended.fit_in_progress is None:
+            raise RuntimeError(
+                "A training step must be traced after the averager is made, to "
+                'exchange gradients as `warmup="gradients"` says. Received: a '
+                "step that exchanges none. Make the `ParameterAverager` first, "
+                "then call the `tf.function` of the training step for the "
+                "first time."
+            )
 
     def _note_round(self, rules):
         if self._running_mean is not None and self._counts_rounds:

@@ -131,9 +131,16 @@ class AfterOthers(keras.callbacks.Callback):
         if self._moments.advance(self._averaging.batch_steps):
             self._save(self._epoch, self._states_at_epoch_begin)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def end_skipping(self):
+        """Makes sure that all is restored, before an epoch's metrics are read.
+
+        Others may have had more batches, in whose steps this worker took part.
+        """
         if self._skipped is not None:
             self._skipped.end()
+            self._skipped = None
+
+    def on_epoch_end(self, epoch, logs=None):
         extended = self.model.distribute_strategy.extended
         if extended.exchange is not None and extended.exchange.spans_workers:
             # No worker can go on without the gradients of the others.
@@ -284,13 +291,13 @@ class _SkippedBatches:
         self._left -= batches
         if not self._left:
             self.end()
-            self._then()
         return {}
 
     def end(self):
-        """Lets training begin."""
+        """Lets training begin, once."""
         if self._model.train_function is self:
             self._model.train_function = self._train_function
+            self._then()
 
 
 def _as_array(data):

@@ -165,6 +165,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._steps_seen = 0
         self._excluded_before = 0
         self._is_arranged = False
+        self._dataset = None
         self._is_epoch_open = False
         self._listeners = []
         self._last = None
@@ -259,6 +260,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             counters.append((save_freq, 0))
         self.moments = fit_callbacks.SaveMoments(counters)
         self._is_arranged = True
+        self._dataset = arguments.get("x")
         self._listeners = [
             callback
             for callback in others
@@ -282,6 +284,10 @@ class PeriodicAveraging(keras.callbacks.Callback):
         if not self._is_arranged:
             # Hooks that a loop of the user's calls.
             self.begin()
+            return
+        self.model.distribute_strategy.extended.expect_step(
+            self.model.train_step, self._dataset
+        )
 
     def begin(self):
         """Gives all workers the chief's state, once nobody changes it more."""
@@ -343,6 +349,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         """Ends what `arrange` has begun, also if `fit` has failed."""
         self._is_epoch_open = False
         self._is_arranged = False
+        self._dataset = None
 
     def _prepare_averager(self, optimizers):
         variables = self.model.variables
@@ -391,23 +398,19 @@ class PeriodicAveraging(keras.callbacks.Callback):
         """Waits until all workers are done with the epoch, and averages."""
         if self.averager is None:
             return
+        if self._last is not None:
+            self._last.end_skipping()
         # Keras 3.5 ends no batch if the data ends within an execution.
         self._count_steps()
         if self._is_epoch_open:
             self._is_epoch_open = False
-            self._steps_of_others = 0
             self.averager.end_epoch(self._take_part_in_step)
-            self.averager.step(self._steps_of_others)
             self._steps_seen = self._num_steps_run()
 
     def _take_part_in_step(self):
         """Does what others do after a step, when the data here has ended."""
-        self._steps_of_others += 1
-        # As others, who are called after so many steps.
-        if self._steps_of_others < self.model.steps_per_execution:
-            return
-        self.batch_steps, self._steps_of_others = self._steps_of_others, 0
-        self.averager.step(self.batch_steps)
+        self.batch_steps = 1
+        self.averager.step()
         if self.moments.advance(self.batch_steps):
             self.averager.average_if_stepped()
         if self._last is not None:
@@ -448,16 +451,32 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     def _prepare_gradient_exchange(self):
         extended = self.model.distribute_strategy.extended
-        if self.schedule.gradient_steps and extended.exchange is None:
+        if self.schedule.gradient_steps:
             extended.prepare_gradient_exchange()
-            # What was traced before exchanges none.
-            self.model.make_train_function(force=True)
-        if extended.exchange is not None and self.model.jit_compile:
+        exchange = extended.exchange
+        if exchange is None:
+            return
+        if _compiles(self.model):
             raise ValueError(
                 "XLA cannot compile a step that exchanges gradients. Received: "
                 "`jit_compile=True` with `gradient_sync` or "
                 '`warmup="gradients"`. Compile with jit_compile=False.'
             )
+        executed = self.model.steps_per_execution
+        is_global = exchange.spans_workers or self.schedule.gradient_steps
+        if executed > 1 and is_global and extended.communicator.size > 1:
+            # Their data may end at different steps of an execution, of which
+            # no worker knows.
+            raise ValueError(
+                "Workers that exchange gradients must come back to Keras after "
+                f"every step. Received: steps_per_execution={executed} with "
+                '`gradient_sync="global"` or `warmup="gradients"`. Compile '
+                "with steps_per_execution=1."
+            )
+        if self.model not in exchange.models:
+            exchange.models.add(self.model)
+            # What was traced before exchanges none.
+            self.model.make_train_function(force=True)
 
     def _check_steps_per_execution(self):
         executed = self.model.steps_per_execution
@@ -484,6 +503,14 @@ class PeriodicAveraging(keras.callbacks.Callback):
                     f"Pass period={fitting} or compile with "
                     "steps_per_execution=1."
                 )
+
+
+def _compiles(model):
+    step = vars(model).get("train_step")
+    is_compiled = isinstance(step, _CompiledStep) and (
+        step.compilation is optimizer_parts.compilation(model)
+    )
+    return model.jit_compile or is_compiled
 
 
 class _CompiledStep:

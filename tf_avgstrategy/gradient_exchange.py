@@ -10,6 +10,7 @@ branches of their own, and meet in collective operations at run time.
 import functools
 import itertools
 import threading
+import weakref
 import zlib
 
 import keras
@@ -20,7 +21,13 @@ from tf_avgstrategy import buckets
 from tf_avgstrategy import mean
 from tf_avgstrategy import optimizer_parts
 
-__all__ = ["GRADIENT_SYNCS", "GradientExchange", "check", "install"]
+__all__ = [
+    "GRADIENT_SYNCS",
+    "GradientExchange",
+    "check",
+    "check_devices",
+    "install",
+]
 
 GRADIENT_SYNCS = ("none", "worker", "global")
 
@@ -47,9 +54,13 @@ class GradientExchange:
         sync: "worker" or "global", what a step exchanges by itself. "none":
             nothing.
         timeout_seconds: Float > 0, how long an exchange may take.
+
+    Attributes:
+        models: Set of `keras.Model`, whose steps are traced with it.
     """
 
     def __init__(self, devices, communicator, sync, timeout_seconds):
+        self.models = weakref.WeakSet()
         self._devices = devices
         self._communicator = communicator
         self._sync = sync
@@ -74,6 +85,12 @@ class GradientExchange:
         """Bool, whether other workers take part in the exchange just now."""
         is_global = self._replicas[0].is_global.numpy()
         return bool(is_global) and self._communicator.size > 1
+
+    @property
+    def is_in_force(self):
+        """Bool, whether steps exchange gradients just now."""
+        is_global = self._replicas[0].is_global.numpy()
+        return self._sync != "none" or bool(is_global)
 
     @property
     def rows(self):
@@ -257,7 +274,7 @@ class _StepOfReplica:
         self._replica_id = replica_id
         self._rows = rows
         self._updates = []
-        self.is_updating = False
+        self._is_updating = False
 
     def __enter__(self):
         self._before = getattr(_thread, "step", None)
@@ -266,6 +283,24 @@ class _StepOfReplica:
 
     def __exit__(self, *_):
         _thread.step = self._before
+
+    def exchanges(self, gradients):
+        """Returns whether there is something to exchange, a bool.
+
+        Args:
+            gradients: List of tensors, `tf.IndexedSlices` or None.
+        """
+        if all(gradient is None for gradient in gradients):
+            return False
+        is_eager = tf.executing_eagerly()
+        if is_eager and self._exchange.is_in_force:
+            raise ValueError(
+                "With `gradient_sync` a training step must run in a "
+                "`tf.function`, where replicas run side by side. Received: a "
+                "step that runs eagerly. Compile with run_eagerly=False, or "
+                "call `strategy.run` within a `tf.function`."
+            )
+        return not is_eager and not self._is_updating
 
     def update(self, apply, gradients, variables, shapes):
         """Calls an optimizer's `apply` with the mean of the gradients.
@@ -276,13 +311,6 @@ class _StepOfReplica:
             variables: List of variables, or None.
             shapes: List of as many shapes.
         """
-        if tf.executing_eagerly():
-            raise ValueError(
-                "With `gradient_sync` a training step must run in a "
-                "`tf.function`, where replicas run side by side. Received: a "
-                "step that runs eagerly. Compile with run_eagerly=False, or "
-                "call `strategy.run` within a `tf.function`."
-            )
         dense = [
             # Its own shape may not be known here.
             g if g is None else tf.ensure_shape(tf.convert_to_tensor(g), shape)
@@ -319,11 +347,11 @@ class _StepOfReplica:
         return [g if g is None else next(means) for g in gradients], total
 
     def _apply(self, apply, means, variables):
-        self.is_updating = True
+        self._is_updating = True
         try:
             return apply(means, variables)
         finally:
-            self.is_updating = False
+            self._is_updating = False
 
 
 def check(gradient_sync):
@@ -334,6 +362,38 @@ def check(gradient_sync):
             f"{', '.join(map(repr, GRADIENT_SYNCS))}, what replicas exchange "
             f"at every step. Received: gradient_sync={gradient_sync!r}. Pass "
             '"none" to exchange parameters alone.'
+        )
+
+
+def check_devices(devices):
+    """Raises a ValueError unless each replica has a device of its own.
+
+    TensorFlow puts what belongs to a device that is not there elsewhere, and
+    replicas of one device wait for each other for ever.
+
+    Args:
+        devices: Tuple of canonical device strings.
+    """
+    existing = {
+        tf.DeviceSpec.from_string(device.name).to_string().lower()
+        for device in tf.config.list_logical_devices()
+    }
+
+    def exists(device):
+        spec = tf.DeviceSpec.from_string(device)
+        local = tf.DeviceSpec(
+            device_type=spec.device_type, device_index=spec.device_index
+        )
+        names = {spec.to_string().lower(), local.to_string().lower()}
+        return not names.isdisjoint(existing)
+
+    missing = [device for device in devices if not exists(device)]
+    if missing:
+        raise ValueError(
+            "To exchange gradients each replica needs a device of its own. "
+            f"Received: devices={list(devices)}, of which there is no "
+            f"{missing[0]}. Pass devices of tf.config.list_logical_devices(), "
+            "or make virtual ones before TensorFlow starts."
         )
 
 
@@ -357,15 +417,23 @@ def _wrap_apply(optimizer_class):
     @functools.wraps(original)
     def apply(self, grads, trainable_variables=None):
         step = getattr(_thread, "step", None)
+        grads = list(grads)
         in_replica = tf.distribute.get_replica_context() is not None
-        if step is None or step.is_updating or not in_replica:
+        if step is None or not in_replica or not step.exchanges(grads):
             return original(self, grads, trainable_variables)
+        if not self.built:
+            raise ValueError(
+                "With `gradient_sync` an optimizer must be built before the "
+                f"first step. Received: {type(self).__name__} that is not. "
+                "Call `optimizer.build(model.trainable_variables)` inside "
+                "`strategy.scope()`."
+            )
         variables = trainable_variables
         if variables is None:
             variables = optimizer_parts.trainable_variables(self)
         return step.update(
             functools.partial(original, self),
-            list(grads),
+            grads,
             trainable_variables,
             [variable.shape for variable in variables],
         )

@@ -17,6 +17,7 @@ from tensorflow.python.eager import def_function
 from tf_avgstrategy import gradient_exchange
 from tf_avgstrategy import replica_step
 from tf_avgstrategy import sharding
+from tf_avgstrategy import steps_without_rows
 from tf_avgstrategy import variables
 
 __all__ = ["IndependentReplicas", "TrainingProgress"]
@@ -69,6 +70,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         # `GradientExchange`, where steps exchange gradients.
         self.exchange = None
         self._replicas_of_workers = [1]
+        self._last_element_spec = None
         # The `PeriodicAveraging` of a `fit` that goes on.
         self.fit_in_progress = None
         self.has_warned_of_no_averaging = False
@@ -82,9 +84,11 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         self._traced_functions = weakref.WeakKeyDictionary()
         self._training_functions = weakref.WeakKeyDictionary()
         self._writes = _Writes()
-        # The last training step, and how one without rows is run.
-        self._last_step = None
-        self._step_without_rows = None, None
+        owner = weakref.proxy(self)
+        self.steps_without_rows = steps_without_rows.StepsWithoutRows(
+            lambda *what: owner._container_strategy().run(*what),
+            self._host_device,
+        )
         with tf.init_scope(), tf.device(self._host_device):
             # Steps and rows of each replica.
             self._progress = tf.Variable(
@@ -111,12 +115,42 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         """
         is_alone = sync == "worker" and len(self._devices) == 1
         if self.exchange is None and self.num_replicas > 1 and not is_alone:
+            gradient_exchange.check_devices(self._devices)
             self.exchange = gradient_exchange.GradientExchange(
                 self._devices,
                 self.communicator,
                 sync,
                 self._timeout_seconds,
             )
+
+    def expect_step(self, step, dataset=None):
+        """Begins a training in which each batch is given to a function.
+
+        A worker whose data has ended before it began, as in an epoch that is
+        resumed, takes part in the steps of others nevertheless.
+
+        Args:
+            step: Function of a batch, or None to expect none.
+            dataset: What gives the batches. What has no `element_spec` stands
+                for the dataset that was distributed last.
+        """
+        if self.exchange is None:
+            return
+        spec = getattr(dataset, "element_spec", None)
+        if not isinstance(dataset, tf.distribute.DistributedDataset):
+            spec = self._last_element_spec
+        specs = steps_without_rows.specs_of_element(spec)
+        self.steps_without_rows.expect(
+            None if spec is None else step, ((specs,), {})
+        )
+
+    def end_fit(self):
+        """Ends what a `fit` has begun, which may have failed."""
+        self.fit_in_progress = None
+        self.expect_step(None)
+        if self.exchange is not None:
+            # A warm-up that was not over.
+            self.exchange.set_global(False)
 
     def take_part_in_step(self):
         """Takes part in a step of other workers, where data has ended here.
@@ -127,31 +161,18 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         """
         if self.exchange is None or not self.exchange.spans_workers:
             return False
-        if self._last_step is None:
+        before = self._progress.numpy()
+        if not self.steps_without_rows.run():
             raise RuntimeError(
                 "Each worker needs a batch to take part in the others' steps, "
                 f"which exchange gradients. Received: worker "
                 f"{self.communicator.rank} without any. Give every worker "
                 'rows, or train with `gradient_sync="none"`.'
             )
-        before = self._progress.numpy()
-        step, specs = self._last_step
-        if self._step_without_rows[0] is not step:
-            self._step_without_rows = step, self._traced_without_rows(step)
-        self._step_without_rows[1](*replica_step.zeros(specs))
         if self.exchange.rows:
             return True
         self._progress.assign(before)
         return False
-
-    def _traced_without_rows(self, step):
-        """A function of what the step takes, on each replica the same."""
-        strategy = self._container_strategy()
-
-        def run(args, kwargs):
-            strategy.run(step, args=args, kwargs=kwargs)
-
-        return tf.function(run, autograph=False, reduce_retracing=True)
 
     @property
     def all_replicas(self):
@@ -202,6 +223,12 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         return 1 if self._in_own_replica() else sum(self._replicas_of_workers)
 
     def _experimental_distribute_dataset(self, dataset, options):
+        distributed = self._distribute_dataset(dataset, options)
+        if self.fit_in_progress is None:
+            self._last_element_spec = distributed.element_spec
+        return distributed
+
+    def _distribute_dataset(self, dataset, options):
         if self.communicator.size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
         if self.fit_in_progress is not None:
@@ -334,10 +361,17 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             ),
         )
 
+        training_specs = []
+
         @tf.autograph.experimental.do_not_convert
         def run_replica(*args, **kwargs):
-            replica = tf.distribute.get_replica_context()
-            return self._run_and_count(step, replica._replica_id, args, kwargs)
+            replica_id = tf.distribute.get_replica_context()._replica_id
+            outputs = self._run_and_count(step, replica_id, args, kwargs)
+            if self._writes.trained and replica_id == 0:
+                training_specs.append(
+                    replica_step.specs_without_rows((args, kwargs))
+                )
+            return outputs
 
         def run_all():
             return mirrored_run.call_for_each_replica(
@@ -347,7 +381,10 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         if self.exchange is None or tf.executing_eagerly():
             return run_all()
         # In a function of their own, replicas may run side by side.
-        return tf.function(run_all, autograph=False)()
+        outputs = tf.function(run_all, autograph=False)()
+        if training_specs:
+            self.steps_without_rows.note(step.given_function, training_specs[0])
+        return outputs
 
     def _run_and_count(self, step, replica_id, args, kwargs):
         rows = replica_step.num_rows((args, kwargs))
@@ -363,9 +400,6 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
                 outputs = step(replica_id, rows, args, kwargs, exchanging)
         if self._writes.trained:
             known.add(static)
-            if self.exchange is not None and replica_id == 0:
-                specs = replica_step.specs_without_rows((args, kwargs))
-                self._last_step = step.given_function, specs
         with tf.device(self._progress.device):
             counted = 1 if self._writes.trained else self._counts_all_runs
             update = counted * tf.cast([[1, rows]], tf.int64)

@@ -84,8 +84,7 @@ def _fit(original, extended, model, *args, **kwargs):
             raise
         raise extended.communicator.lost_error(error) from error
     finally:
-        # A `fit` that failed may have left it.
-        extended.fit_in_progress = None
+        extended.end_fit()
         averaging[0].leave()
         if is_list:
             given.callbacks = callbacks

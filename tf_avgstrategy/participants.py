@@ -52,7 +52,9 @@ class Participant:
         self._settings = settings
         self._num_optimizer_variables = None
         self._has_new_rules = True
+        # Since rounds, and since the replicas of this worker were averaged.
         self._counts = training_counts.TrainingCounts(strategy, 1)
+        self._local_counts = training_counts.TrainingCounts(strategy, 1)
         self._round = None
         self._has_warned = False
         self._on_round = []
@@ -74,6 +76,7 @@ class Participant:
     def start_counting_rows(self):
         """Forgets what was seen since the last round."""
         self._counts.begin()
+        self._local_counts.begin()
 
     def on_round(self, function):
         """Calls a function after each round with the list of what travelled.
@@ -99,7 +102,7 @@ class Participant:
                 all workers have in common.
         """
         rules = self.rules
-        stepped, rows = self._counts.since_rounds()
+        stepped, rows = self._counts.since()
         copies = replica_state.own_copies(rules, any(stepped))
         tensors = {
             f"copies/{key}": replica_state.stacked(of_one)
@@ -121,6 +124,7 @@ class Participant:
             "excluded": self.excluded,
             "stepped": stepped,
             "rows": rows,
+            "local": self._local_counts.since(),
             "layout": replica_state.layout(rules),
             "timetable": self.timetable.state(),
         }
@@ -169,7 +173,9 @@ class Participant:
             seeds = snapshots.with_prefix(tensors, "shared/")
             replica_state.assign_shared(rules, seeds)
             return header["counters"], more_common, lambda _: None
-        self._counts.restore(header["stepped"], header["rows"])
+        counts = header["stepped"], header["rows"]
+        self._counts.restore(*counts)
+        self._local_counts.restore(*header.get("local", counts))
         values = snapshots.with_prefix(tensors, "copies/")
         copies = replica_state.own_copies(
             rules, bool(np.any(header["stepped"]))
@@ -299,7 +305,7 @@ class Participant:
         """
         watch = telemetry.Stopwatch()
         now = self._counts.now()
-        stepped, rows = self._counts.since_rounds()
+        stepped, rows = self._counts.since()
         if weights is not None:
             rows = [self._check_weights(weights)] * len(rows)
         self._prepare_round()
@@ -341,8 +347,8 @@ class Participant:
                 watch=watch,
             )
             if is_forced or self._settings.elastic_alpha == 1:
-                self._counts.note_round(places, now)
-            self._counts.note_local_averaging(now)
+                self._counts.note(places, now)
+            self._local_counts.note(places, now)
         if is_forced or is_asked:
             is_round = is_forced or is_scheduled
             self.timetable.advance(facts, is_round, is_scheduled)
@@ -366,20 +372,23 @@ class Participant:
         period = self._settings.local_period
         if period is None or before // period == after // period:
             return
-        now = self._counts.now()
-        steps, rows = self._counts.since_local_averaging()
-        if self._counts.num_replicas == 1 or not steps:
-            return
         self._prepare_round()
+        now = self._local_counts.now()
+        steps, rows = self._local_counts.since()
+        # A round may just have moved some of them, or all.
+        places = np.flatnonzero(steps).tolist()
+        if self._counts.num_replicas == 1 or not places:
+            return
         is_finite, extremes = self._round.whole.replica_state()
         is_healthy = is_finite.all(axis=1)
         is_excluding = self._settings.is_excluding and is_healthy.any()
         if not is_healthy.all() and not is_excluding:
             return
-        rows = rows * is_healthy
-        weights = rows if rows.any() else is_healthy
-        self._local_round.run(mean.shares(weights), extremes)
-        self._counts.note_local_averaging(now)
+        for place in places:
+            own = np.multiply(rows[place], is_healthy)
+            weights = own if own.any() else is_healthy
+            self._local_rounds[place].run(mean.shares(weights), extremes)
+        self._local_counts.note(places, now)
 
     def _travelling_places(self, statuses, facts, is_forced):
         """Which fragments this round moves."""
@@ -415,9 +424,12 @@ class Participant:
             measures=settings.telemetry,
         )
         self._round.restore_outer(outer)
-        self._local_round = rounds.Round(
-            self._rules, communicators.SingleWorkerCommunicator()
-        )
+        self._local_rounds = [
+            rounds.Round(
+                fragment.rules, communicators.SingleWorkerCommunicator()
+            )
+            for fragment in self._fragments
+        ]
         self._has_new_rules = False
 
     def _status(self, rows, stepped, **what):
@@ -520,7 +532,8 @@ class Participant:
         )
         self._num_optimizer_variables = num_variables
         self._has_new_rules = True
-        self._counts.fit_to(len(self._fragments))
+        for counts in (self._counts, self._local_counts):
+            counts.fit_to(len(self._fragments))
 
     def _prepare_round(self):
         """Makes the computation of rounds for the rules that there are now."""

@@ -1,4 +1,4 @@
-"""Training counts: what replicas have done since each fragment travelled."""
+"""Training counts: what replicas have done since each fragment's last round."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ __all__ = ["TrainingCounts"]
 
 
 class TrainingCounts:
-    """Steps and rows of the local replicas since the last rounds.
+    """Steps and rows of the local replicas since an event of each fragment.
 
     Args:
         strategy: `ParameterAveragingStrategy`.
@@ -16,7 +16,6 @@ class TrainingCounts:
     def __init__(self, strategy, num_fragments):
         self._strategy = strategy
         self._seen = [strategy.training_progress()] * num_fragments
-        self._seen_locally = strategy.training_progress()
 
     def now(self):
         """Returns the `TrainingProgress` of the local replicas."""
@@ -25,7 +24,6 @@ class TrainingCounts:
     def begin(self):
         """Forgets what was before, perhaps of another model."""
         self._seen = [self.now()] * len(self._seen)
-        self._seen_locally = self.now()
 
     def fit_to(self, num_fragments):
         """Goes on with another number of fragments."""
@@ -38,8 +36,8 @@ class TrainingCounts:
         """Int, the local replicas."""
         return len(self._seen[0].rows)
 
-    def since_rounds(self):
-        """Returns what was done since each fragment travelled.
+    def since(self):
+        """Returns what was done since the event of each fragment.
 
         Returns:
             List of ints, the training steps, and list of lists of ints, the
@@ -51,25 +49,13 @@ class TrainingCounts:
             [np.subtract(now.rows, seen.rows).tolist() for seen in self._seen],
         )
 
-    def since_local_averaging(self):
-        """Returns steps, and rows of each replica, since they were equal."""
-        now = self.now()
-        return (
-            now.steps - self._seen_locally.steps,
-            np.subtract(now.rows, self._seen_locally.rows),
-        )
-
-    def note_local_averaging(self, progress):
-        """Remembers that replicas were averaged with this progress."""
-        self._seen_locally = progress
-
-    def note_round(self, places, progress):
-        """Remembers that fragments have travelled with this progress."""
+    def note(self, places, progress):
+        """Remembers that it was the event of these, with this progress."""
         for place in places:
             self._seen[place] = progress
 
     def restore(self, stepped, rows):
-        """Takes back what `since_rounds` returned."""
+        """Takes back what `since` returned."""
         now = self.now()
         if isinstance(stepped, int):
             # Of a release without fragments.

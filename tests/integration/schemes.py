@@ -229,6 +229,116 @@ def synchronous_loop(batches):
     return toys.weight(model), averager.steps, averager.rounds
 
 
+def synchronous_models(batches):
+    """Weights of two models that are trained in turns."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        models = toys.slope_model(), toys.slope_model()
+    data = scenarios.own_rows(strategy, scenarios.ROWS[rank], batches[rank])
+    # Steps are traced in the first turn alone.
+    for _ in range(2):
+        for model in models:
+            scenarios.toys_fit(
+                model, data, callbacks=[avg.PeriodicAveraging(100)]
+            )
+    return tuple(map(toys.weight, models))
+
+
+def synchronous_images(batches):
+    """A digest of a network that takes images of any size."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+    keras.utils.set_random_seed(rank)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((None, None, 1)),
+                keras.layers.Conv2D(2, 3),
+                keras.layers.GlobalMaxPooling2D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+
+    def make(_):
+        def images():
+            for size in range(5, 5 + batches[rank]):
+                yield np.ones([1, size, size, 1]), np.ones([1, 1])
+
+        return tf.data.Dataset.from_generator(
+            images,
+            output_signature=(
+                tf.TensorSpec([None, None, None, 1]),
+                tf.TensorSpec([None, 1]),
+            ),
+        )
+
+    scenarios.toys_fit(
+        model,
+        strategy.distribute_datasets_from_function(make),
+        callbacks=[avg.PeriodicAveraging(100)],
+    )
+    return scenarios.weights_of(model)
+
+
+class _Interrupted(Exception):
+    """Both workers raise it after the same step."""
+
+
+def synchronous_resume(folder):
+    """An epoch with 2 and 7 batches, and the same resumed from its third."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    rank = strategy.communicator.rank
+
+    def train(ends_at=None):
+        with strategy.scope():
+            model = toys.slope_model(metrics=["mae"])
+        averaging = avg.PeriodicAveraging(100)
+        backup = keras.callbacks.BackupAndRestore(folder, save_freq=3)
+        count = averaging.moments.advance
+
+        def advance(steps):
+            if averaging.averager.steps == ends_at:
+                raise _Interrupted
+            return count(steps)
+
+        class Interrupt(keras.callbacks.Callback):
+            def on_train_begin(self, logs=None):
+                if ends_at is not None:
+                    averaging.moments.advance = advance
+
+        history = scenarios.toys_fit(
+            model,
+            scenarios.own_rows(strategy, scenarios.ROWS[rank], (2, 7)[rank]),
+            callbacks=[averaging, Interrupt(), backup],
+        ).history
+        return toys.weight(model), history, averaging.averager.steps
+
+    whole = train()
+    try:
+        train(ends_at=5)
+    except _Interrupted:
+        return whole, train()
+    return None
+
+
+def synchronous_executions():
+    """The error of several steps an execution."""
+    strategy = scenarios.make_strategy(gradient_sync="global")
+    with strategy.scope():
+        model = toys.slope_model(steps_per_execution=4)
+    try:
+        scenarios.toys_fit(
+            model,
+            toys.dataset(toys.slope_rows(4), 2),
+            callbacks=[avg.PeriodicAveraging(4)],
+        )
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def synchronous_stop():
     """Epochs that are run where one worker wants to stop after the first."""
     strategy = scenarios.make_strategy(gradient_sync="global")

@@ -136,6 +136,26 @@ class TestSynchronousSteps:
     def test_uneven_data_in_a_custom_loop(self, pool):
         assert pool.run("schemes:synchronous_loop", [2, 5]) == [(8.0, 5, 2)] * 2
 
+    def test_uneven_data_of_two_models(self, pool):
+        # B alone ends at 8 whatever came before.
+        assert (
+            pool.run("schemes:synchronous_models", [2, 4]) == [(8.0, 8.0)] * 2
+        )
+
+    def test_uneven_images_of_unknown_size(self, pool):
+        first, second = pool.run("schemes:synchronous_images", [1, 3])
+        assert first == second
+
+    def test_resumed_where_one_has_no_data_left(self, pool, tmp_path):
+        first, second = pool.run("schemes:synchronous_resume", str(tmp_path))
+        assert first == second
+        whole, resumed = first
+        assert resumed == whole
+
+    def test_several_steps_an_execution_are_refused(self, pool):
+        for message in pool.run("schemes:synchronous_executions"):
+            assert "steps_per_execution=4" in message
+
     def test_one_worker_stops_all(self, pool):
         first, second = pool.run("schemes:synchronous_stop")
         assert first == second
