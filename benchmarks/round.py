@@ -2,15 +2,16 @@
 
 python benchmarks/round.py
 
-The same workers take turns at two things: a round of the averager, and the
-communicator's bare all-reduce of one flat tensor of as many bytes. They start
-each together, and the slowest one's time counts. On hosts, which
+The same workers take turns at three things: a round of the averager, the
+communicator's bare all-reduce of one flat tensor of as many bytes, and a round
+that is recorded (`telemetry=True`). They start each together, and the slowest
+one's time counts. On hosts, which
 `tests/hosts.sh` makes of one machine, both are also compared with the time that
 the network needs at least: in an all-reduce between N hosts each must send
 2 (N - 1) / N of the bytes. There the bytes of the network interface are
 counted too, in rounds and in training steps between rounds.
 
-Prints tables in Markdown and writes all numbers to a JSON file. Takes about 7
+Prints tables in Markdown and writes all numbers to a JSON file. Takes about 10
 minutes on 2 cores. Hosts need root and iproute2; without, workers are measured
 on loopback alone.
 """
@@ -58,7 +59,7 @@ _WORKER = flags.DEFINE_string(
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _NUM_VARIABLES = 60
-_ROUND_AIM, _WIRE_AIM = 1.1, 1.15
+_ROUND_AIM, _WIRE_AIM, _RECORDED_AIM = 1.1, 1.15, 1.02
 _SKIPPED = 77  # What tests/hosts.sh says where it cannot make hosts.
 _SETTLE_SECONDS = 0.5
 _LARGE_BYTES = 50e6
@@ -90,6 +91,8 @@ class Row(NamedTuple):
     bare_ms: Spread
     # Of a round and the bare all-reduce that followed it.
     ratio: Spread
+    # Of a recorded round and the plain one before it.
+    recorded: Spread
     # None where there is no limit.
     wire_ms: float | None
     # What a host sends in a round, and what it sends and receives while it
@@ -177,7 +180,7 @@ def run(command):
 
 
 def row_of(place, communicator, workers, result):
-    rounds, bares = np.array(result["seconds"]) * 1e3
+    rounds, bares, recorded = np.array(result["seconds"]) * 1e3
     on_hosts = place == "hosts"
     row = Row(
         place=place,
@@ -188,6 +191,7 @@ def row_of(place, communicator, workers, result):
         round_ms=spread(rounds),
         bare_ms=spread(bares),
         ratio=spread(rounds / bares),
+        recorded=spread(recorded / rounds),
         wire_ms=None,
         round_bytes=result["round_bytes"] if on_hosts else None,
         pause_bytes_per_second=(
@@ -211,6 +215,7 @@ def bits_per_second(rate):
 
 def print_tables(rows):
     print_times(rows)
+    print_records(rows)
     on_hosts = [row for row in rows if row.place == "hosts"]
     if on_hosts:
         print_bytes_of_rounds(on_hosts)
@@ -234,6 +239,20 @@ def print_times(rows):
             [row.round_ms, row.bare_ms, row.ratio],
             [f"{limit:.1f}" if limit else ""],
             [over(t.median, limit) for t in (row.round_ms, row.bare_ms)],
+        )
+
+
+def print_records(rows):
+    print("\nA recorded round, as a multiple of the plain one before it.\n")
+    print_row(
+        ["place", "communicator", "workers", "MB"],
+        [f"ratio, aim {_RECORDED_AIM}"],
+    )
+    print_row(["---"] * 5)
+    for row in rows:
+        print_row(
+            [row.place, row.communicator, row.workers, f"{row.megabytes:g}"],
+            [row.recorded],
         )
 
 
@@ -327,8 +346,15 @@ class Rounds:
                 for shape in shapes(num_bytes // 4)
             ]
             optimizer = keras.optimizers.SGD()
-        self._averager = tf_avgstrategy.ParameterAverager(
-            strategy, self._variables, optimizer, period=1
+        self._averager, self._recorder = (
+            tf_avgstrategy.ParameterAverager(
+                strategy,
+                self._variables,
+                optimizer,
+                period=1,
+                telemetry=telemetry,
+            )
+            for telemetry in (False, True)
         )
         self._flat = tf.random.uniform([num_bytes // 4])
         self._step = tf.function(lambda: strategy.run(self._train))
@@ -351,8 +377,10 @@ class Rounds:
             own.append(self._seconds(self._averager.average))
             round_bytes.append(self._interface.sent() - before)
             own.append(self._seconds(self._reduce_flat))
+            self._step()
+            own.append(self._seconds(self._recorder.average))
         every = self._communicator.all_gather(np.array(own))
-        slowest = every.max(axis=0).reshape(num_turns, 2).T
+        slowest = every.max(axis=0).reshape(num_turns, 3).T
         return {
             "bytes": self._num_bytes,
             "seconds": slowest.tolist(),
@@ -384,6 +412,8 @@ class Rounds:
             self._step()
             own = self._seconds(self._averager.average)
             own += self._seconds(self._reduce_flat)
+            self._step()
+            own += self._seconds(self._recorder.average)
         slowest = self._communicator.all_gather(np.array(own)).max()
         return int(np.clip(math.ceil(_SECONDS.value / slowest), 3, 30))
 
