@@ -88,7 +88,6 @@ MAY_IMPORT = {
     "fragmented_rounds": {
         "outer_optimizers",
         "rounds",
-        "snapshots",
         "state",
     },
     "fragments": {"buckets", "rounds", "schedules"},

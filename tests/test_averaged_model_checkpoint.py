@@ -76,6 +76,23 @@ class TestAveragedModelCheckpoint:
         after = toys.copies(model.trainable_variables[0])
         assert [v.tobytes() for v in before] == [v.tobytes() for v in after]
 
+    def test_the_mean_outlives_another_compile(self, tmp_path):
+        with toys.make_strategy().scope():
+            model = toys.slope_model()
+        averaging = avg.PeriodicAveraging(1)
+        checkpoint = avg.AveragedModelCheckpoint(tmp_path / "mean.keras")
+        for _ in range(2):
+            toys.fit(
+                model,
+                *toys.slope_rows(1),
+                batch_size=2,
+                callbacks=[averaging, checkpoint],
+            )
+            with model.distribute_strategy.scope():
+                model.compile(toys.sgd(), "mse")
+        with averaging.averager.averaged_weights():
+            assert toys.weight(model) == (5.5 + 6.0625) / 2
+
     def test_needs_averaging(self, tmp_path):
         checkpoint = avg.AveragedModelCheckpoint(tmp_path / "mean.keras")
         model = toys.slope_model()
@@ -88,6 +105,8 @@ class TestAveragedModelCheckpoint:
             ("a.h5", {}, r"must end in '.keras'.*'a.h5'"),
             ("a.keras", {"save_weights_only": True}, r"in '.weights.h5'"),
             ("a.keras", {"decay": 2}, r"\(0, 1\).*decay=2"),
+            ("a.keras", {"start_from_epoch": -1}, "integer >= 0.*=-1"),
+            ("a.keras", {"start_from_epoch": 1.5}, "integer >= 0.*=1.5"),
         ],
     )
     def test_rejects(self, path, options, message):

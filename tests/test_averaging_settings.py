@@ -26,6 +26,26 @@ class TestErrors:
                 "one schedule.*warmup_steps=2",
             ),
             (
+                {"schedule": avg.Periodic(4), "warmup": "gradients"},
+                ValueError,
+                "one schedule.*warmup='gradients'.*arguments of `Periodic`",
+            ),
+            (
+                {"period": 4, "outer_device": "the host"},
+                ValueError,
+                "`outer_device` must be .*outer_device='the host'",
+            ),
+            (
+                {"period": 4, "outer_device": None},
+                ValueError,
+                "`outer_device` must be .*outer_device=None",
+            ),
+            (
+                {"period": 4, "periods": [4]},
+                TypeError,
+                "`periods` must be a dict.*periods=.4. of type list",
+            ),
+            (
                 {"schedule": 16},
                 TypeError,
                 "`Schedule`.*schedule=16 of type int",

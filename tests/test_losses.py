@@ -20,8 +20,11 @@ def test_reads_sums_that_begin_anew():
     meter.look()
     sums[0] = (11.0, 4.0)
     assert meter.since_last_look() == (5.0, 1.0)
-    sums[0] = (8.0, 2.0)  # Of a new epoch.
-    assert meter.since_last_look() == (4.0, 2.0)
+    # A new epoch, in which as many rows were seen when workers meet.
+    meter.look()
+    meter.begin_epoch()
+    sums[0] = (8.0, 4.0)
+    assert meter.since_last_look() == (2.0, 4.0)
     sums[0] = None
     assert meter.since_last_look() == (0.0, 0.0)
 

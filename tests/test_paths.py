@@ -615,3 +615,194 @@ class TestFiftyProblems:
             period=local * multiple,
             local_period=local,
         )
+
+
+class TestRestarts:
+    """A training loop on T1 that goes on from a `tf.train.Checkpoint`."""
+
+    def make(self, num_slopes=1, **options):
+        self.strategy = toys.make_strategy()
+        with self.strategy.scope():
+            inputs = keras.layers.Input((1,))
+            slopes = [
+                toys.slope_layer(name=f"slope_{place}")(inputs)
+                for place in range(num_slopes)
+            ]
+            outputs = slopes[0]
+            if num_slopes > 1:
+                outputs = keras.layers.Concatenate()(slopes)
+            model = keras.Model(inputs, outputs)
+            # The loss is the mean over outputs.
+            model.compile(keras.optimizers.SGD(0.125 * num_slopes), "mse")
+        averager = avg.ParameterAverager(
+            self.strategy, model.variables, model.optimizer, **options
+        )
+        return model, averager
+
+    def train(self, model, averager, steps):
+        width = len(model.trainable_variables)
+
+        def row(number):
+            return self.strategy.experimental_distribute_values_from_function(
+                lambda context: tf.repeat(
+                    [
+                        [
+                            (toys.ROW_A, toys.ROW_B)[
+                                context.replica_id_in_sync_group
+                            ][number]
+                        ]
+                    ],
+                    width if number else 1,
+                    axis=1,
+                )
+            )
+
+        data = row(0), row(1)
+        for _ in range(steps):
+            self.strategy.run(model.train_step, args=(data,))
+            averager.step()
+
+    def weights(self, model):
+        return [toys.scalars(variable) for variable in model.variables]
+
+    def restarted(self, folder, steps, then, options, other_options=None):
+        """The weights after a restart between the two numbers of steps."""
+        num_slopes = 2 if "fragments" in options else 1
+        model, averager = self.make(num_slopes, **options)
+        self.train(model, averager, steps)
+        saved = tf.train.Checkpoint(model=model, averager=averager)
+        path = saved.save(str(folder / "file"))
+        self.train(model, averager, then)
+        whole = self.weights(model)
+        model, averager = self.make(num_slopes, **(other_options or options))
+        tf.train.Checkpoint(model=model, averager=averager).restore(path)
+        self.train(model, averager, then)
+        return whole, self.weights(model)
+
+    @pytest.mark.parametrize("steps", [2, 3, 4])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"outer_optimizer": outers.diloco(0.5, 0.5)},
+            {"outer_optimizer": outers.slow_momentum(0.5)},
+            {"elastic_alpha": 0.5},
+            {"outer_optimizer": outers.diloco(0.5, 0.5), "fragments": 2},
+        ],
+        ids=lambda options: "-".join(options),
+    )
+    def test_goes_on_bit_for_bit(self, tmp_path, options, steps):
+        whole, restarted = self.restarted(
+            tmp_path, steps, 4, {"period": 2, **options}
+        )
+        assert restarted == whole
+
+    def test_of_another_schedule(self, tmp_path):
+        """The new one begins at the step that was saved."""
+        path = self.restarted(
+            tmp_path,
+            3,
+            2,
+            {"schedule": avg.AdaComm(2, 2)},
+            {"period": 5},
+        )[1]
+        # 5.125 after step 2; of three steps more the last one ends a period.
+        assert path == [[(0.75**3 * 5.125 + 8) / 2] * 2]
+
+    def test_momentum_stays_with_its_variable(self, tmp_path):
+        """Though fragments are others after the restart."""
+        outer = {"outer_optimizer": outers.fed_avg_momentum(1.0, 0.5)}
+        whole, restarted = self.restarted(
+            tmp_path,
+            4,
+            4,
+            {"period": 4, "fragments": 2, **outer},
+            {"period": 4, "fragments": 1, **outer},
+        )
+        # The second slope alone travelled after step 4 as in the first run.
+        # 4 -> 4.6328125, v 0.6328125; then the mean of 0.75 ** 4 of that and
+        # 8 is 4.732..., and half of v comes on top.
+        mean = (0.75**4 * 4.6328125 + 8) / 2
+        v = 0.5 * 0.6328125 + (mean - 4.6328125)
+        assert whole[1] == [4.6328125 + v] * 2
+        assert restarted[1] == pytest.approx([4.6328125 + v] * 2, rel=1e-6)
+
+
+class TestElasticExceptions:
+    def test_a_warm_up_leaves_replicas_equal(self):
+        assert path(1, 4, warmup_steps=1, elastic_alpha=0.5)[0] == 5.5
+        with toys.make_strategy().scope():
+            model = toys.slope_model()
+        averaging = avg.PeriodicAveraging(4, warmup_steps=2, elastic_alpha=0.5)
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append(toys.scalars(model.trainable_variables[0]))
+
+        x, y = toys.slope_rows(2)
+        toys.fit(model, x, y, batch_size=2, callbacks=[averaging, Look()])
+        assert seen == [[5.5, 5.5], [6.0625, 6.0625]]
+
+    def test_a_replica_that_is_not_finite_moves_onto_the_mean(self):
+        with toys.make_strategy().scope():
+            model = toys.slope_model()
+        averaging = avg.PeriodicAveraging(
+            2, elastic_alpha=0.5, on_non_finite="exclude"
+        )
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append(toys.scalars(model.trainable_variables[0]))
+
+        x, y = toys.slope_rows(2)
+        y[2] = np.nan  # Replica A in step 2.
+        toys.fit(model, x, y, batch_size=2, callbacks=[averaging, Look()])
+        assert seen[1] == [8.0, 8.0]
+
+
+class Listens(avg.AdaComm):
+    """Notes the loss that it is told at each look."""
+
+    told = []
+
+    def is_due(self, facts, memory):
+        self.told.append((facts.step, facts.loss))
+        return super().is_due(facts, memory)
+
+
+@pytest.mark.parametrize("at", [5, 7])
+def test_losses_count_on_after_an_interruption(tmp_path, at):
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch + 1 == at:
+                raise KeyboardInterrupt
+
+    def train(*callbacks):
+        Listens.told.clear()
+        with toys.make_strategy().scope():
+            model = toys.slope_model(keras.optimizers.SGD(2.0**-6))
+        averaging = avg.PeriodicAveraging(schedule=Listens(4, 4))
+        x, y = toys.slope_rows(16)
+        toys.fit(
+            model,
+            x,
+            y,
+            batch_size=2,
+            epochs=2,
+            callbacks=[averaging, *callbacks],
+        )
+        return toys.weight(model), dict(Listens.told)
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path, save_freq=3)
+
+    weight, losses = train(backup())
+    with pytest.raises(KeyboardInterrupt):
+        train(backup(), Interrupt())
+    weight_again, losses_again = train(backup())
+    assert weight_again == weight
+    assert losses_again
+    for step, loss in losses_again.items():
+        # The sum of what came before the restart is rounded once more.
+        assert loss == pytest.approx(losses[step], rel=1e-6)

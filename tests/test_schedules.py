@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 
 import pytest
 
@@ -101,6 +103,11 @@ class TestEverySchedule:
         again = schedules.from_config(type(schedule).__name__, config)
         assert again == schedule
         assert str(again) == str(schedule)
+
+    def test_can_be_copied_and_compared(self, schedule):
+        again = pickle.loads(pickle.dumps(copy.deepcopy(schedule)))
+        assert again == schedule
+        assert len({again, schedule}) == 1
 
     def test_cannot_be_changed(self, schedule):
         for name in schedule.get_config():

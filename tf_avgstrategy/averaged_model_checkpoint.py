@@ -56,6 +56,13 @@ class AveragedModelCheckpoint(keras.callbacks.Callback):
     ):
         super().__init__()
         running_means.check_decay(decay)
+        is_integer = isinstance(start_from_epoch, int)
+        if not is_integer or start_from_epoch < 0:
+            raise ValueError(
+                "`start_from_epoch` must be an integer >= 0, the number of an "
+                f"epoch. Received: start_from_epoch={start_from_epoch!r}. Pass "
+                "0 to count all rounds."
+            )
         self.filepath = os.fspath(filepath)
         suffix = ".weights.h5" if save_weights_only else ".keras"
         if not self.filepath.endswith(suffix):

@@ -387,7 +387,12 @@ class ParameterAverager(tf.train.experimental.PythonState):
         return [id(o) for o in ours] == [id(t) for t in theirs]
 
     def go_on_counting(self, other):
-        """Takes over the counters of an averager that came before this one."""
+        """Takes over the counters of an averager that came before this one.
+
+        And its running mean, as that of the same variables.
+        """
+        if other._running_mean is not None:
+            self._restored_mean = other._running_mean.tensors()
         self.steps = self._steps_before_epoch = other.steps
         self._choose_gradients()
         self._participant.rounds = other.rounds
@@ -411,6 +416,10 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 and the number of these rows, or None if there are none.
         """
         self._losses.read_from(function)
+
+    def begin_epoch(self):
+        """Is told that the sums of `read_losses_from` have begun anew."""
+        self._losses.begin_epoch()
 
     def start_counting_rows(self):
         """Forgets rows that were seen before, perhaps by another model."""
@@ -505,9 +514,16 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._is_pending = counters["pending"] and is_own
         self._choose_gradients()
         self._last_round_time = self._clock() - counters.get("seconds", 0.0)
+
+        def restore_rest():
+            restore_more(self._more_copies())
+            # After what losses are read from.
+            if is_own:
+                self._losses.restore(counters["loss"])
+
         if is_own:
-            self._losses.restore(counters.get("loss", (0.0, 0.0)))
-        return lambda: restore_more(self._more_copies())
+            self._losses.restore(counters["loss"])
+        return restore_rest
 
     def serialize(self):
         """Returns counters and replicas' state, for `tf.train.Checkpoint`."""

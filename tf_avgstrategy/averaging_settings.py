@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from tf_avgstrategy import fragments as fragment_cuts
 from tf_avgstrategy import optimizer_parts
 from tf_avgstrategy import outer_optimizers
@@ -107,6 +109,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
     state.check_slots(slots)
     _check_non_finite(on_non_finite)
     outer_optimizers.check(outer_optimizer)
+    _check_device(outer_device)
     schedules.check_positive("elastic_alpha", elastic_alpha, at_most=1)
     if outer_optimizers.is_onto_mean(outer_optimizer):
         outer_optimizer = None
@@ -136,13 +139,28 @@ def _schedule(period, warmup_steps, warmup, schedule):
             f"{schedule!r} of type {type(schedule).__name__}. Pass for example "
             "`tf_avgstrategy.Periodic(16)`, or an int as `period`."
         )
-    if period is not None or warmup_steps:
+    if period is not None or warmup_steps or warmup != "averaging":
         raise ValueError(
             "There must be one schedule. Received: "
-            f"period={period}, warmup_steps={warmup_steps} and schedule="
-            f"{schedule}. Leave out `period` and `warmup_steps`."
+            f"period={period}, warmup_steps={warmup_steps}, warmup={warmup!r} "
+            f"and schedule={schedule}. Leave out `period`, `warmup_steps` and "
+            "`warmup`, which are arguments of `Periodic`."
         )
     return schedule
+
+
+def _check_device(outer_device):
+    try:
+        is_device = bool(outer_device)
+        tf.DeviceSpec.from_string(outer_device)
+    except (AttributeError, TypeError, ValueError):
+        is_device = False
+    if not is_device:
+        raise ValueError(
+            "`outer_device` must be the string of a device. Received: "
+            f"outer_device={outer_device!r}. Pass for example "
+            'outer_device="CPU:0", the host.'
+        )
 
 
 def _check_local_period(local_period, schedule):

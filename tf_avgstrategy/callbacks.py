@@ -301,6 +301,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._is_epoch_open = True
         self._excluded_before = self.averager.excluded
         self._records = []
+        self.averager.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
         self._is_epoch_open = True

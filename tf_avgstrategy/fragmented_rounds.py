@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tf_avgstrategy import outer_optimizers
 from tf_avgstrategy import rounds
-from tf_avgstrategy import snapshots
 from tf_avgstrategy import state
 
 __all__ = ["FragmentedRound"]
@@ -46,6 +45,9 @@ class FragmentedRound:
         self.fragments = fragments
         travelling = state.travelling_rules(rules)
         values = {id(r.copies[0]): v for r, v in zip(travelling, references)}
+        places = {
+            id(rule.copies[0]): place for place, rule in enumerate(travelling)
+        }
         kept = {}
         self._outers = []
         for fragment in fragments:
@@ -56,7 +58,9 @@ class FragmentedRound:
                     for rule in rounds.outer_rules(fragment.rules)
                 ]
                 outer = outer_optimizers.OuterStep(
-                    outer_optimizer, [values[key] for key in keys], outer_device
+                    outer_optimizer,
+                    {places[key]: values[key] for key in keys},
+                    outer_device,
                 )
                 kept.update(zip(keys, outer.parameters))
             self._outers.append(outer)
@@ -107,14 +111,14 @@ class FragmentedRound:
         apart, norm = (math.fsum(part) for part in zip(*squares))
         return math.sqrt(apart / norm) if norm else math.nan
 
-    def run(self, places, shares, extremes, *, is_scheduled, inner_rate, watch):
+    def run(self, places, shares, extremes, *, is_elastic, inner_rate, watch):
         """Runs the rounds of some fragments, all or nothing.
 
         Args:
             places: List of ints, which fragments.
             shares: List of the `Shares` of each of these.
             extremes: See `Round.run`.
-            is_scheduled: See `Round.run`.
+            is_elastic: See `Round.run`.
             inner_rate: See `Round.run`.
             watch: `Stopwatch`.
         """
@@ -122,23 +126,26 @@ class FragmentedRound:
         with watch.exchange():
             sums = [one.begin(own) for one, own in zip(chosen, shares)]
         for one, total, own in zip(chosen, sums, shares):
-            one.finish(total, own, extremes, is_scheduled, inner_rate)
+            one.finish(total, own, extremes, is_elastic, inner_rate)
 
     def outer_tensors(self):
         """Returns what the outer optimizers hold, a dict from string."""
-        return {
-            f"{place}/{slot}": variable.read_value()
-            for place, outer in enumerate(self._outers)
-            if outer is not None
-            for slot, variable in enumerate(outer.slots)
-        }
+        return {key: v.read_value() for key, v in self._slots()}
 
     def restore_outer(self, tensors):
-        """Takes back what `outer_tensors` returned, where it fits."""
-        for place, outer in enumerate(self._outers):
-            own = snapshots.with_prefix(tensors, f"{place}/")
-            if outer is None or len(own) != len(outer.slots):
-                continue
-            for slot, variable in enumerate(outer.slots):
-                if variable.shape == own[str(slot)].shape:
-                    variable.assign(own[str(slot)])
+        """Takes back what `outer_tensors` returned, where it fits.
+
+        Fragments may have been others. What a fragment's variables have in
+        common is then that of its last one.
+        """
+        for key, variable in self._slots():
+            if key in tensors and variable.shape == tensors[key].shape:
+                variable.assign(tensors[key])
+
+    def _slots(self):
+        return [
+            pair
+            for outer in self._outers
+            if outer is not None
+            for pair in outer.slots().items()
+        ]

@@ -46,6 +46,12 @@ def check(fragments, periods, schedule):
     """
     schedules.check_integer("fragments", fragments, at_least=1)
     split = schedule.split(fragments) if fragments > 1 else schedule
+    if not isinstance(periods, (dict, type(None))):
+        raise TypeError(
+            "`periods` must be a dict from regular expression to period. "
+            f"Received: periods={periods!r} of type {type(periods).__name__}. "
+            'Pass for example {"embedding": 64}.'
+        )
     for pattern, period in (periods or {}).items():
         schedules.check_integer(f"period of {pattern!r}", period, at_least=1)
         if not isinstance(split, schedules.Periodic):

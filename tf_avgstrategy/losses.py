@@ -27,8 +27,8 @@ class LossMeter:
 
         Args:
             function: Function without arguments that returns two floats, the
-                sum of losses and that of weights so far. They may begin anew.
-                None if there are none.
+                sum of losses and that of weights so far in this epoch. None
+                if there are none.
         """
         self._read = function
         self._before = (0.0, 0.0)
@@ -38,12 +38,8 @@ class LossMeter:
         total, weight = self._total, self._weight
         now = self._read and self._read()
         if now is not None:
-            read_total, read_weight = now
-            if read_weight >= self._before[1]:
-                read_total -= self._before[0]
-                read_weight -= self._before[1]
-            total += read_total
-            weight += read_weight
+            total += now[0] - self._before[0]
+            weight += now[1] - self._before[1]
         return (total / weight if weight else 0.0, weight)
 
     def look(self):
@@ -51,6 +47,10 @@ class LossMeter:
         now = self._read and self._read()
         self._before = now or (0.0, 0.0)
         self._total = self._weight = 0.0
+
+    def begin_epoch(self):
+        """Is told that what is read has begun anew from zero."""
+        self._before = (0.0, 0.0)
 
     def restore(self, mean):
         """Begins with what `since_last_look` has returned."""

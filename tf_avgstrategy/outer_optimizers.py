@@ -5,6 +5,8 @@ of the replicas is a pseudo-gradient, and any Keras optimizer may take a step
 along it. These functions return the ones that papers have found good.
 """
 
+import re
+
 import keras
 import tensorflow as tf
 
@@ -24,6 +26,9 @@ __all__ = [
 ]
 
 
+_SLOT = re.compile(r"outer_(\d+)_(.+)")
+
+
 @keras.saving.register_keras_serializable("tf_avgstrategy")
 class SlowMomentum(keras.optimizers.SGD):
     """SGD with a momentum that is kept in units of the inner gradients.
@@ -35,8 +40,8 @@ class SlowMomentum(keras.optimizers.SGD):
         x = x - learning_rate * r * u
 
     What is stored is `-learning_rate * r * u`, so nothing is divided by r, and
-    the momentum of earlier rounds shrinks as r does. At r = 0, where replicas
-    stand still, the momentum waits.
+    the momentum of earlier rounds shrinks as r does. At r = 0 there is no step,
+    and the momentum waits.
     """
 
     def build(self, variables):
@@ -174,7 +179,8 @@ class OuterStep:
     Args:
         optimizer: `keras.optimizers.Optimizer`, of which only the settings are
             taken.
-        values: List of floating point tensors, the outer parameters.
+        values: Dict from int to floating point tensor, the outer parameters by
+            a number that each keeps however variables are cut into fragments.
         device: String, the device that holds them, "CPU:0" is the host.
 
     Attributes:
@@ -192,19 +198,32 @@ class OuterStep:
                     keras.Variable(
                         tf.cast(value, mean.accumulation_dtype(value.dtype)),
                         dtype=mean.accumulation_dtype(value.dtype).name,
-                        name=f"outer_{place}",
+                        name=f"outer_{number}",
                     )
-                    for place, value in enumerate(values)
+                    for number, value in values.items()
                 ]
                 self._optimizer.build(self._keras_variables)
 
+        self._numbers = list(values)
         variables.outside_of_scopes(make)
         self.parameters = [variables.raw(v) for v in self._keras_variables]
 
-    @property
     def slots(self):
-        """List of `tf.Variable`, what the optimizer holds."""
-        return [variables.raw(v) for v in self._optimizer.variables]
+        """Returns what the optimizer holds, a dict from string to variable.
+
+        The key is the number of a parameter and the name of what belongs to
+        it. What belongs to all of them, such as the count of steps, is there
+        for each.
+        """
+        found = {}
+        for variable in self._optimizer.variables:
+            own = _SLOT.fullmatch(variable.name)
+            if own is not None:
+                found["/".join(own.groups())] = variables.raw(variable)
+                continue
+            for number in self._numbers:
+                found[f"{number}/{variable.name}"] = variables.raw(variable)
+        return found
 
     def take(self, pseudo_gradients, inner_learning_rate):
         """Moves the parameters by one step, in a graph or eagerly.
@@ -214,6 +233,14 @@ class OuterStep:
             inner_learning_rate: Float32 scalar tensor, that of the replicas'
                 optimizer. NaN: unknown.
         """
-        if hasattr(self._optimizer, "follow"):
+        if not hasattr(self._optimizer, "follow"):
+            self._optimizer.apply(pseudo_gradients, self._keras_variables)
+            return
+
+        def follow():
             self._optimizer.follow(inner_learning_rate)
-        self._optimizer.apply(pseudo_gradients, self._keras_variables)
+            self._optimizer.apply(pseudo_gradients, self._keras_variables)
+            return True
+
+        # The step is a multiple of the inner learning rate.
+        tf.cond(tf.equal(inner_learning_rate, 0), lambda: False, follow)

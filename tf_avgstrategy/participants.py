@@ -1,6 +1,7 @@
 """Participants: what a worker does for a round, and what it says before."""
 
 import json
+import math
 
 import numpy as np
 import tensorflow as tf
@@ -112,7 +113,7 @@ class Participant:
         seeds = replica_state.shared_values(rules, kinds=("other",))
         tensors.update({f"shared/{key}": v for key, v in seeds.items()})
         if with_common and self._round is not None:
-            if any(stepped):
+            if any(stepped) or self._settings.keeps_references:
                 for place, value in enumerate(self._round.references):
                     tensors[f"reference/{place}"] = value
             for key, value in self._round.outer_tensors().items():
@@ -166,8 +167,11 @@ class Participant:
             )
             return header["counters"], {}, lambda _: None
         more_common = snapshots.with_prefix(common, "more/")
-        if "timetable" in header:
-            self.timetable.restore(header["timetable"])
+        if not self.timetable.restore(header["timetable"]):
+            rate = math.nan
+            if self._settings.needs_learning_rate:
+                rate = optimizer_parts.learning_rate(self._optimizers)
+            self.begin_schedule(header["counters"]["steps"], rate)
         self._restore_references(common, is_own)
         if not is_own:
             seeds = snapshots.with_prefix(tensors, "shared/")
@@ -337,6 +341,7 @@ class Participant:
                 healthy = sum(status.num_replicas for status in statuses)
                 totals = np.where(totals > 0, totals, healthy)
             places = self._travelling_places(statuses, facts, is_forced)
+            is_elastic = is_scheduled and self._is_elastic(statuses, facts)
             self._run_round(
                 statuses,
                 places,
@@ -344,9 +349,10 @@ class Participant:
                 totals=totals,
                 inner_rate=facts.learning_rate,
                 is_scheduled=is_scheduled,
+                is_elastic=is_elastic,
                 watch=watch,
             )
-            if is_forced or self._settings.elastic_alpha == 1:
+            if not is_elastic:
                 self._counts.note(places, now)
             self._local_counts.note(places, now)
         if is_forced or is_asked:
@@ -389,6 +395,16 @@ class Participant:
             weights = own if own.any() else is_healthy
             self._local_rounds[place].run(mean.shares(weights), extremes)
         self._local_counts.note(places, now)
+
+    def _is_elastic(self, statuses, facts):
+        """Whether a scheduled round leaves replicas apart."""
+        if self._settings.elastic_alpha == 1:
+            return False
+        # A replica that is not finite moves nowhere, and in a warm-up all are
+        # to be equal.
+        is_excluding = any(status.num_excluded for status in statuses)
+        is_warm = self.timetable.schedule.is_warming_up(facts.step)
+        return not (is_excluding or is_warm)
 
     def _travelling_places(self, statuses, facts, is_forced):
         """Which fragments this round moves."""
@@ -466,6 +482,7 @@ class Participant:
         totals,
         inner_rate,
         is_scheduled,
+        is_elastic,
         watch,
     ):
         if not places:
@@ -478,7 +495,7 @@ class Participant:
             places,
             [mean.shares(counted[p], totals[p]) for p in places],
             agreement.extremes(statuses, whole.agrees_on_floats),
-            is_scheduled=is_scheduled,
+            is_elastic=is_elastic,
             inner_rate=inner_rate,
             watch=watch,
         )

@@ -32,7 +32,7 @@ class Round:
             parameters are the references of the `outer_rules`. `None`: the
             mean is taken as it is.
         elastic_alpha: Float in (0, 1], how far towards the mean the replicas
-            move in a scheduled round.
+            move in an elastic round.
         measures: Bool, whether to find out how far replicas are from the mean.
     """
 
@@ -139,19 +139,19 @@ class Round:
         """
         return float(self._distances())
 
-    def run(self, shares, extremes, is_scheduled=False, inner_rate=math.nan):
+    def run(self, shares, extremes, is_elastic=False, inner_rate=math.nan):
         """Replaces the variables of every replica by their mean.
 
         Args:
             shares: `Shares` of the local replicas.
             extremes: Int64 array of shape `[A, 2]`, like those of
                 `replica_state` but over all replicas of all workers.
-            is_scheduled: Bool, whether replicas move towards the mean as far
-                as `elastic_alpha` says, or onto it.
+            is_elastic: Bool, whether replicas move towards the mean as far as
+                `elastic_alpha` says, or onto it.
             inner_rate: Float, the learning rate of the replicas.
         """
         self.finish(
-            self.begin(shares), shares, extremes, is_scheduled, inner_rate
+            self.begin(shares), shares, extremes, is_elastic, inner_rate
         )
 
     def begin(self, shares):
@@ -177,19 +177,19 @@ class Round:
         offsets = self._take_variances(sums, ratios, shares.anchor)
         return sums, self._communicator.all_reduce_sum(offsets, is_agreed=True)
 
-    def finish(self, sums, shares, extremes, is_scheduled, inner_rate):
+    def finish(self, sums, shares, extremes, is_elastic, inner_rate):
         """Writes what `begin` returned to every replica, all or nothing.
 
         Args:
             sums: What `begin` returned.
             shares: See `run`.
             extremes: See `run`.
-            is_scheduled: See `run`.
+            is_elastic: See `run`.
             inner_rate: See `run`.
         """
         ratios = tf.constant(shares.ratios, tf.float64)
         extremes = tf.constant(extremes, tf.int64)
-        is_elastic = is_scheduled and self._elastic_alpha < 1
+        is_elastic = is_elastic and self._elastic_alpha < 1
         inner_rate = tf.constant(inner_rate, tf.float32)
 
         def write():

@@ -237,6 +237,13 @@ class Stagewise(Schedule):
             self, "stages", types.MappingProxyType(dict(sorted(stages.items())))
         )
 
+    def __hash__(self):
+        return hash(tuple(self.stages.items()))
+
+    def __reduce__(self):
+        # A mapping that cannot be changed cannot be copied either.
+        return Stagewise, (dict(self.stages),)
+
     def __repr__(self):
         return f"Stagewise(stages={dict(self.stages)})"
 

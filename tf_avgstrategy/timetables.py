@@ -1,6 +1,9 @@
 """Timetables: what a schedule remembers, on every worker the same."""
 
+import json
 import math
+
+from absl import logging
 
 from tf_avgstrategy import schedules
 
@@ -51,12 +54,33 @@ class Timetable:
 
     def state(self):
         """Returns all of it as a dict that JSON can hold."""
-        return {"memory": self._memory, "count": self.count}
+        return {
+            "schedule": self._identity(),
+            "memory": self._memory,
+            "count": self.count,
+        }
 
     def restore(self, state):
-        """Takes back what `state` returned."""
+        """Takes back what `state` returned, if it is of the same schedule.
+
+        Returns:
+            Bool, whether it is. If not, nothing has changed.
+        """
+        if state["schedule"] != self._identity():
+            logging.info(
+                "%s begins anew: the state is of %s.",
+                self.schedule,
+                state["schedule"],
+            )
+            return False
         self._memory = dict(state["memory"])
         self.count = state["count"]
+        return True
+
+    def _identity(self):
+        # As JSON gives it back.
+        config = json.loads(json.dumps(self.schedule.get_config()))
+        return [type(self.schedule).__name__, config]
 
 
 def facts(statuses, steps_per_update):
