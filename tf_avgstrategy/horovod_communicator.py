@@ -11,7 +11,7 @@ from tf_avgstrategy import communicators
 from tf_avgstrategy import horovod_rendezvous
 from tf_avgstrategy import liveness
 
-__all__ = ["HorovodCommunicator"]
+__all__ = ["HorovodCommunicator", "check_loads"]
 
 _POLL_SECONDS = 0.1
 # Buckets are fused already: fusing them again would only copy them. Horovod's
@@ -38,7 +38,7 @@ class HorovodCommunicator(communicators.Communicator):
             then serves Horovod's rendezvous at its own address.
 
     Raises:
-        ImportError: If Horovod is not installed.
+        ImportError: If Horovod is not installed, or for another TensorFlow.
         RuntimeError: If launcher and `cluster` disagree, or the chief's port
             is taken.
         WorkerLostError: If a worker does not come in time.
@@ -48,7 +48,7 @@ class HorovodCommunicator(communicators.Communicator):
     bucket_bytes = 64 * 2**20
 
     def __init__(self, *, timeout_seconds, start_timeout_seconds, cluster=None):
-        horovod_rendezvous.check_installed()
+        check_loads()
         # Not at the top: Horovod is optional.
         import horovod.tensorflow as hvd
 
@@ -118,6 +118,21 @@ class HorovodCommunicator(communicators.Communicator):
 
     def _address(self, rank):
         return f" on {self._addresses[rank].rpartition(':')[0]}"
+
+
+def check_loads():
+    """Raises an ImportError, with the way to mend it, unless Horovod loads."""
+    horovod_rendezvous.check_installed()
+    try:
+        import horovod.tensorflow  # noqa: F401
+    except (ImportError, OSError, tf.errors.OpError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ImportError(
+            "Horovod must be built for the TensorFlow that is installed, "
+            f"{tf.__version__}. Received: one that does not load: "
+            f"{first_line}. Run `tf-avgstrategy build-horovod --rebuild`.",
+            name="horovod",
+        ) from error
 
 
 def _limit_waiting(silence_seconds, timeout_seconds):

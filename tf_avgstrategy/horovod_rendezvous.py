@@ -1,6 +1,7 @@
 """How the processes of a Horovod job find each other, without ssh or MPI."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -10,7 +11,13 @@ import threading
 import time
 from typing import NamedTuple
 
-__all__ = ["Rendezvous", "check_all_reduce", "check_installed", "environment"]
+__all__ = [
+    "Rendezvous",
+    "check_all_reduce",
+    "check_installed",
+    "environment",
+    "installed",
+]
 
 # How soon a server that is told to stop notices it.
 _POLL_SECONDS = 0.05
@@ -115,6 +122,13 @@ class Rendezvous:
                 "End the process that has the port (`ss -ltnp` lists them), "
                 "or pass another port, 0 for any free one.",
             ) from error
+
+
+def installed():
+    """Returns the version of the installed Horovod, a string, None without."""
+    if importlib.util.find_spec("horovod") is None:
+        return None
+    return importlib.metadata.version("horovod")
 
 
 def check_installed():

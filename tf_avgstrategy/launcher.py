@@ -14,7 +14,13 @@ import sys
 from tf_avgstrategy import horovod_rendezvous
 from tf_avgstrategy import worker_processes
 
-__all__ = ["COMMUNICATORS", "LaunchError", "free_ports", "launch"]
+__all__ = [
+    "COMMUNICATORS",
+    "LaunchError",
+    "free_ports",
+    "launch",
+    "visible_gpus",
+]
 
 COMMUNICATORS = ("collective", "horovod")
 
@@ -123,7 +129,7 @@ def _check_communicator(communicator):
 
 def _device_environments(num_workers, devices_per_worker):
     """Returns a dict of environment variables for each worker's devices."""
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     if not gpus:
         if devices_per_worker is None:
             return [{}] * num_workers
@@ -144,7 +150,7 @@ def _device_environments(num_workers, devices_per_worker):
     ]
 
 
-def _visible_gpus():
+def visible_gpus():
     """Returns the names by which CUDA_VISIBLE_DEVICES may list GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # The answer must not depend on a driver where none is to be used.

@@ -15,6 +15,7 @@ from tf_avgstrategy import lost_exit
 __all__ = [
     "CHOICES",
     "check_environment",
+    "choice_of_environment",
     "make_communicator",
     "make_virtual_devices",
 ]
@@ -51,7 +52,7 @@ def make_communicator(choice, *, timeout_seconds, start_timeout_seconds):
     _check_seconds("start_timeout_seconds", start_timeout_seconds)
     cluster = clusters.from_environment()
     if choice == "auto":
-        choice = _choice_of_environment(cluster)
+        choice = choice_of_environment(cluster)
     if choice == "collective" and cluster is None:
         raise ValueError(
             'communicator="collective" needs TF_CONFIG, which names the '
@@ -114,7 +115,7 @@ def check_environment(choice, size):
     if choice != "auto" or size > 1:
         return
     cluster = clusters.from_environment()
-    if _choice_of_environment(cluster) != "none":
+    if choice_of_environment(cluster) != "none":
         raise RuntimeError(
             "TF_CONFIG and launchers' variables are read when the strategy is "
             "made. Received: an environment of several workers that was not "
@@ -124,7 +125,12 @@ def check_environment(choice, size):
         )
 
 
-def _choice_of_environment(cluster):
+def choice_of_environment(cluster):
+    """Returns which of `CHOICES` "auto" stands for in this process.
+
+    Args:
+        cluster: The `Cluster` of TF_CONFIG, or None.
+    """
     if _has_several("HOROVOD_SIZE"):
         return "horovod"
     if cluster is not None and cluster.size > 1:
