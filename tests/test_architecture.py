@@ -113,6 +113,7 @@ MAY_IMPORT = {
     "lost_exit": {"communicators"},
     "mean": set(),
     "model_files": {"snapshots", "variable_rules"},
+    "network_probe": {"buckets"},
     "optimizer_parts": {"variables"},
     "outer_optimizers": {"mean", "optimizer_parts", "variables"},
     "participants": {
