@@ -74,8 +74,8 @@ MAY_IMPORT = {
     },
     "checkpoint_files": {"snapshots", "variable_rules"},
     "cli": {
-        "_version",
         "checkpoint_averaging",
+        "doctor",
         "horovod_build",
         "launcher",
         "plots",
@@ -83,6 +83,15 @@ MAY_IMPORT = {
     "cluster": set(),
     "collective_communicator": {"communicators", "liveness"},
     "communicators": set(),
+    "doctor": {
+        "_version",
+        "cluster",
+        "horovod_communicator",
+        "horovod_rendezvous",
+        "launcher",
+        "network_probe",
+        "startup",
+    },
     "file_mean": set(),
     "fit_callbacks": set(),
     "fragmented_rounds": {

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_avgstrategy as avg
 from tf_avgstrategy import cli
+from tf_avgstrategy import doctor
 from tf_avgstrategy import horovod_build
 from tf_avgstrategy import launcher
 
@@ -20,6 +21,30 @@ def run(capsys, monkeypatch, *arguments):
 
 
 class TestDoctor:
+    @pytest.fixture
+    def examined(self, monkeypatch):
+        """The arguments of `examine`, which returns 1."""
+        calls = []
+
+        def examine(communicator, **options):
+            calls.append((communicator, options))
+            return 1
+
+        monkeypatch.setattr(doctor, "examine", examine)
+        return calls
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        """The arguments of `launch`, which returns 1."""
+        calls = []
+
+        def launch(script, **options):
+            calls.append((script, options))
+            return 1
+
+        monkeypatch.setattr(launcher, "launch", launch)
+        return calls
+
     def test_prints_versions_and_devices(self, capsys, monkeypatch):
         code, output = run(capsys, monkeypatch, "doctor")
         assert not code
@@ -27,15 +52,114 @@ class TestDoctor:
             f"tf_avgstrategy {avg.__version__}",
             f"tensorflow {tf.__version__}: supported",
             f"keras {keras.__version__}: supported",
-            "device /device:CPU:3",
+            "device CPU:0",
         ):
             assert line in output.out
 
     def test_says_what_a_version_should_be(self, capsys, monkeypatch):
-        monkeypatch.setattr(cli.importlib.metadata, "version", lambda _: "2.1")
+        monkeypatch.setattr(keras, "__version__", "2.1")
         code, output = run(capsys, monkeypatch, "doctor")
         assert code == 1
         assert "keras 2.1: not supported, needs >= 3.5, < 4.0" in output.out
+
+    def test_defaults(self, capsys, monkeypatch, examined):
+        code, _ = run(capsys, monkeypatch, "doctor")
+        assert code == 1
+        options = {
+            "num_parameters": 25_000_000,
+            "step_seconds": None,
+            "start_timeout_seconds": 60,
+        }
+        assert examined == [("auto", options)]
+
+    def test_options(self, capsys, monkeypatch, examined):
+        arguments = [
+            *("--communicator=horovod", "--parameters=3e3", "--step-ms=250"),
+            "--start_timeout_seconds=5",
+        ]
+        run(capsys, monkeypatch, "doctor", *arguments)
+        options = {
+            "num_parameters": 3000,
+            "step_seconds": 0.25,
+            "start_timeout_seconds": 5,
+        }
+        assert examined == [("horovod", options)]
+
+    @pytest.mark.parametrize(
+        ("communicator", "used"),
+        [([], "collective"), (["--communicator=horovod"], "horovod")],
+    )
+    def test_starts_itself_on_local_workers(
+        self, capsys, monkeypatch, launched, communicator, used
+    ):
+        options = ["--workers=3", "--step_ms=0.5", "--parameters=7"]
+        code, _ = run(capsys, monkeypatch, "doctor", *options, *communicator)
+        assert code == 1
+        ((script, settings),) = launched
+        assert script == [
+            *("-m", "tf_avgstrategy.cli", "doctor", "--parameters=7.0"),
+            *("--step_ms=0.5", "--start_timeout_seconds=60.0"),
+        ]
+        assert settings == {
+            "num_workers": 3,
+            "communicator": used,
+            "quiet": True,
+        }
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ("--parameters=0.5", "must be a whole number, such as 25e6, not"),
+            ("--parameters=0", "--parameters must be a number > 0, not 0."),
+            ("--parameters=inf", "--parameters must be a number > 0, not inf"),
+            ("--parameters=many", "--parameters=many: could not convert"),
+            ("--step_ms=0", "--step_ms must be a number > 0, not 0."),
+            ("--step_ms=-3", "--step_ms must be a number > 0, not -3."),
+            ("--step_ms=nan", "--step_ms must be a number > 0, not nan."),
+            ("--start_timeout_seconds=0", "must be a number > 0, not 0."),
+            ("--workers=1", "--workers=1: 1 is not"),
+            ("--communicator=mpi", "<collective|horovod>"),
+        ],
+    )
+    def test_refuses_other_options(
+        self, capsys, monkeypatch, examined, launched, argument, message
+    ):
+        code, output = run(capsys, monkeypatch, "doctor", argument)
+        assert code == 2
+        assert output.err.startswith("tf-avgstrategy doctor: ")
+        assert message in output.err
+        assert f"Received: ['{argument}']. See `tf-avgstrategy doctor" in (
+            output.err
+        )
+        assert not examined
+        assert not launched
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ("{", "TF_CONFIG: must be JSON"),
+            (
+                '{"cluster": {"worker": ["a:1", "b:1"]}, '
+                '"task": {"type": "worker", "index": 0}}',
+                "--workers is for a process that belongs to no cluster",
+            ),
+        ],
+    )
+    def test_starts_no_workers_in_a_cluster(
+        self, capsys, monkeypatch, launched, config, message
+    ):
+        monkeypatch.setenv("TF_CONFIG", config)
+        code, output = run(capsys, monkeypatch, "doctor", "--workers=2")
+        assert code == 1
+        assert output.err.startswith(f"tf-avgstrategy doctor: {message}")
+        assert not launched
+
+    def test_says_how_to_get_horovod(self, capsys, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        options = ["--workers=2", "--communicator=horovod"]
+        code, output = run(capsys, monkeypatch, "doctor", *options)
+        assert code == 1
+        assert "Run `tf-avgstrategy build-horovod`" in output.err
 
 
 class TestLaunch:
@@ -207,7 +331,13 @@ def test_commands_refuse_arguments(
     "command, options",
     [
         ([], []),
-        (["doctor"], ["help"]),
+        (
+            ["doctor"],
+            [
+                *("help", "workers", "communicator", "parameters"),
+                *("step_ms", "start_timeout_seconds"),
+            ],
+        ),
         (
             ["launch"],
             [

@@ -1,8 +1,7 @@
 """The command `tf-avgstrategy`."""
 
 import importlib
-import importlib.metadata
-import platform
+import math
 import sys
 import textwrap
 from typing import NamedTuple
@@ -10,8 +9,8 @@ from typing import NamedTuple
 from absl import app
 from absl import flags
 
-from tf_avgstrategy import _version
 from tf_avgstrategy import checkpoint_averaging
+from tf_avgstrategy import doctor
 from tf_avgstrategy import horovod_build
 from tf_avgstrategy import launcher
 from tf_avgstrategy import plots
@@ -21,7 +20,7 @@ __all__ = ["main"]
 _USAGE = """Usage: tf-avgstrategy COMMAND
 
 Commands:
-  doctor         prints versions, whether they are supported, and devices
+  doctor         says whether all is ready, and what the network costs
   launch         runs a script on several workers of this machine
   build-horovod  builds Horovod for the installed TensorFlow, and installs it
   average        writes the mean of the files of several trained models
@@ -29,8 +28,6 @@ Commands:
 
 `tf-avgstrategy COMMAND --help` lists the options of a command.
 """
-# As in setup.cfg: at least the first, below the second.
-_SUPPORTED = {"tensorflow": ((2, 16), (2, 22)), "keras": ((3, 5), (4, 0))}
 
 
 class _Command(NamedTuple):
@@ -57,7 +54,7 @@ def _leave_to_commands(argv):
 
 def _run(argv):
     commands = {
-        "doctor": _Command(_doctor, "", _options()),
+        "doctor": _Command(_doctor, "[OPTIONS]", _doctor_options()),
         "launch": _Command(
             _launch,
             "[OPTIONS] SCRIPT|-m MODULE [ARGUMENTS OF THE SCRIPT]",
@@ -142,38 +139,97 @@ def _allow_dashes(options):
     return options
 
 
-def _doctor(_, others):
-    _check_no_more(others)
-    # Not at the top: `launch` has no use for them.
-    import keras
-    import tensorflow as tf
+def _doctor_options():
+    options = _options()
+    flags.DEFINE_integer(
+        "workers",
+        None,
+        "Measure between so many workers of this machine. None: between those "
+        "of the cluster that this process belongs to, if any.",
+        lower_bound=2,
+        flag_values=options,
+    )
+    flags.DEFINE_enum(
+        "communicator",
+        None,
+        launcher.COMMUNICATORS,
+        "How workers exchange. None: TensorFlow's collectives with --workers, "
+        "what the job was started with in a cluster.",
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "parameters",
+        25e6,
+        "Parameters of the model whose rounds are measured.",
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "step_ms",
+        None,
+        "Milliseconds that a training step takes: computes the period at which "
+        "exchange costs 5 %.",
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "start_timeout_seconds",
+        60.0,
+        "How long all workers may take to come.",
+        flag_values=options,
+    )
+    return _allow_dashes(options)
 
-    print(f"tf_avgstrategy {_version.__version__}")
-    print(f"Python {platform.python_version()}")
-    is_supported = True
-    for name in _SUPPORTED:
-        version = importlib.metadata.version(name)
-        verdict = _verdict(name, version)
-        is_supported &= verdict == "supported"
-        print(f"{name} {version}: {verdict}")
-    print(f"Keras backend: {keras.backend.backend()}")
-    for device in tf.config.list_logical_devices():
-        print(f"device {device.name}")
-    return 0 if is_supported else 1
+
+def _doctor(options, others):
+    _check_no_more(others)
+    _check_positive(options, "parameters")
+    if options.parameters != int(options.parameters):
+        raise flags.Error(
+            "--parameters must be a whole number, such as 25e6, not "
+            f"{options.parameters:g}."
+        )
+    _check_positive(options, "step_ms")
+    _check_positive(options, "start_timeout_seconds")
+    if options.workers is not None:
+        return _doctor_here(options)
+    return doctor.examine(
+        options.communicator or "auto",
+        num_parameters=int(options.parameters),
+        step_seconds=options.step_ms and options.step_ms / 1000,
+        start_timeout_seconds=options.start_timeout_seconds,
+    )
+
+
+def _doctor_here(options):
+    """Runs the command on each of several workers of this machine."""
+    names = ("parameters", "step_ms", "start_timeout_seconds")
+    script = ["-m", "tf_avgstrategy.cli", "doctor"]
+    script += [
+        f"--{name}={options[name].value}"
+        for name in names
+        if options[name].value is not None
+    ]
+    try:
+        doctor.check_no_workers()
+        return launcher.launch(
+            script,
+            num_workers=options.workers,
+            communicator=options.communicator or "collective",
+            quiet=True,
+        )
+    except (ValueError, ImportError) as error:
+        print(f"tf-avgstrategy doctor: {error}", file=sys.stderr)
+        return 2 if isinstance(error, launcher.LaunchError) else 1
+
+
+def _check_positive(options, name):
+    value = options[name].value
+    if value is not None and not 0 < value < math.inf:
+        raise flags.Error(f"--{name} must be a number > 0, not {value:g}.")
 
 
 def _check_no_more(others):
     if others:
         raise flags.Error(f"There must be options alone, not {others[0]!r}.")
-
-
-def _verdict(name, version):
-    oldest, beyond = _SUPPORTED[name]
-    number = tuple(map(int, version.split(".")[:2]))
-    if oldest <= number < beyond:
-        return "supported"
-    oldest, beyond = (".".join(map(str, bound)) for bound in (oldest, beyond))
-    return f"not supported, needs >= {oldest}, < {beyond}"
 
 
 def _launch_options():
@@ -369,3 +425,8 @@ def _call(name):
         ) from error
     finally:
         sys.path.remove("")
+
+
+# So that `doctor` can start itself on workers.
+if __name__ == "__main__":
+    main()
