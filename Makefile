@@ -5,6 +5,7 @@ PYTHON ?= python3
 PYTHON_OLDEST ?= $(PYTHON)
 VENV := .venv
 OLDEST := .venv-oldest
+TORCH := .venv-torch
 SOURCES := tf_avgstrategy tests examples benchmarks
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
@@ -50,12 +51,23 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(VENV)/.horovod
+# All benchmarks with small settings. Each says in its own words how to run it
+# whole. PyTorch is measured beside the others.
+bench: $(VENV)/.horovod $(TORCH)/.installed
 	$(VENV)/bin/python benchmarks/step_overhead.py
-	$(VENV)/bin/python benchmarks/round.py
+	$(VENV)/bin/python benchmarks/round.py --megabytes=1,10 --workers=2 \
+	    --output=build/bench/round.json
+	$(VENV)/bin/python benchmarks/network.py --hosts=2 --rates=100mbit,none \
+	    --megabytes=1,10 --periods=1,16 --seconds=0.5 \
+	    --output=build/bench/network.json --picture=build/bench/network.png
+	$(VENV)/bin/python benchmarks/scaling.py --rates=200mbit \
+	    --megabytes=1,10 --seconds=1 \
+	    --output=build/bench/scaling.json --picture=build/bench/scaling.png
+	$(VENV)/bin/python benchmarks/convergence.py --tasks=images --seeds=1 \
+	    --steps=64 --output=build/bench/convergence.json
 
 clean:
-	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) *.egg-info
+	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) $(TORCH) *.egg-info
 
 $(VENV)/.installed: requirements/dev.txt setup.cfg
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +80,11 @@ $(VENV)/.horovod: $(VENV)/.installed
 	(command -v cmake && command -v g++ && command -v ip) >/dev/null || \
 	    (apt-get update -qq && apt-get install -y -qq cmake g++ make iproute2)
 	$(VENV)/bin/tf-avgstrategy build-horovod
+	touch $@
+
+$(TORCH)/.installed: requirements/torch.txt
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --requirement requirements/torch.txt
 	touch $@
 
 $(OLDEST)/.installed: requirements/oldest.txt setup.cfg

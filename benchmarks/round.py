@@ -83,6 +83,8 @@ class Row(NamedTuple):
     """One size at one place. Times are in milliseconds."""
 
     place: str
+    # What a host may send, for tc. None where there is no limit.
+    rate: str | None
     communicator: str
     workers: int
     megabytes: float
@@ -184,6 +186,7 @@ def row_of(place, communicator, workers, result):
     on_hosts = place == "hosts"
     row = Row(
         place=place,
+        rate=_RATE.value if on_hosts else None,
         communicator=communicator,
         workers=workers,
         megabytes=result["bytes"] / 1e6,
