@@ -34,6 +34,7 @@ class StepsWithoutRows:
         self._graphs = {}
         self._numbers = itertools.count()
         self._expected = None
+        self._traced_last = None
         self._is_tracing = False
         self._traced = None, None
         with tf.init_scope(), tf.device(device):
@@ -56,6 +57,7 @@ class StepsWithoutRows:
         """
         self._last.assign(_NONE)
         self._traced = None, None
+        self._traced_last = None
         self._expected = None if step is None else (step, specs)
 
     def note(self, step, specs):
@@ -68,6 +70,7 @@ class StepsWithoutRows:
         self._num_steps.assign_add(1)
         if self._is_tracing:
             return
+        self._traced_last = step, specs
         number = next(self._numbers)
         self._graphs = {key: g for key, g in self._graphs.items() if len(g)}
         self._graphs[number] = weakref.WeakSet()
@@ -91,13 +94,15 @@ class StepsWithoutRows:
         if number == _NONE:
             step = self._expected
         else:
-            graph = next(iter(self._graphs[number]))
-            step = getattr(graph, _STEPS)[number]
+            graphs = self._graphs.get(number, ())
+            steps = [getattr(graph, _STEPS)[number] for graph in graphs]
+            # The function may be gone, if it was made within a function.
+            step = steps[0] if steps else self._traced_last
         if step is None:
             return False
         function, specs = step
-        if self._traced[0] is not function:
-            self._traced = function, self._trace(function, specs)
+        if self._traced[0] is not step:
+            self._traced = step, self._trace(function, specs)
         self._traced[1](*replica_step.zeros(specs))
         return True
 
