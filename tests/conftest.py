@@ -58,6 +58,11 @@ def _fresh_keras():
 
 @pytest.fixture(autouse=True, scope="module")
 def _collect_garbage():
-    """After each file: after each test it takes longer than most tests."""
+    """After each file: after each test it takes longer than most tests.
+
+    TensorFlow keeps every strategy for ever, with its graphs: what is left is
+    not looked at again, or a collection takes a minute in the end.
+    """
     yield
     gc.collect()
+    gc.freeze()
