@@ -76,11 +76,11 @@ class _Fit:
 class _HorovodTape:
     """A training loop with Horovod's `DistributedGradientTape`."""
 
-    def __init__(self, megabytes, rows, rank):
+    def __init__(self, task, megabytes, rank):
         import horovod.tensorflow as hvd
 
         self._model, width = _model(megabytes)
-        self._x = _rows(width, rows, rank)
+        self._x = _rows(width, task["rows"], rank)
         model = self._model
         weights = model.trainable_variables
         model.optimizer.build(weights)
@@ -126,9 +126,6 @@ def _makers(task):
     makers = {
         "alone": _alone,
         "gradients": functools.partial(_ours, gradient_sync="global"),
-        "horovod": lambda task, megabytes, rank: _HorovodTape(
-            megabytes, task["rows"], rank
-        ),
     }
     for name, period in task["periods"].items():
         makers[name] = functools.partial(_ours, period=period)
@@ -139,7 +136,7 @@ def main():
     folder, task = sys.argv[1], json.loads(sys.argv[2])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    if task["ways"] == ["mirrored"]:
+    if task["library"] == "mirrored":
         import repaired_strategy
 
         strategy = repaired_strategy.RepairedMultiWorkerMirroredStrategy()
@@ -148,6 +145,12 @@ def main():
                 strategy, megabytes, task["rows"], rank
             )
         }
+    elif task["library"] == "tape":
+        # Without this library, which changes Horovod's settings.
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        makers = {"horovod": _HorovodTape}
     else:
         makers = _makers(task)
         # Which starts the communicator, before anything starts TensorFlow.
@@ -156,20 +159,19 @@ def main():
         avg.ParameterAveragingStrategy(["CPU:0"], timeout_seconds=900)
     rank, size = _rank_and_size()
     meeting = network_meeting.Meeting(pathlib.Path(folder), rank, size)
-    for megabytes in task["megabytes"]:
-        for name in task["ways"]:
-            way = makers[name](task, megabytes, rank)
-            result = network_meeting.measure(
-                meeting,
-                way.train,
-                unit=task["periods"].get(name, 1),
-                seconds=task["seconds"],
-            )
-            if rank == 0:
-                result |= {"megabytes": megabytes, "way": name}
-                print(f"RESULT {json.dumps(result)}", flush=True)
-            del way
-            keras.backend.clear_session()
+    for megabytes, name in task["wanted"]:
+        way = makers[name](task, megabytes, rank)
+        result = network_meeting.measure(
+            meeting,
+            way.train,
+            unit=task["periods"].get(name, 1),
+            seconds=task["seconds"],
+        )
+        if rank == 0:
+            result |= {"megabytes": megabytes, "way": name}
+            print(f"RESULT {json.dumps(result)}", flush=True)
+        del way
+        keras.backend.clear_session()
     meeting.gather(None)
 
 

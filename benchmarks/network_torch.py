@@ -75,16 +75,15 @@ def main():
     meeting = network_meeting.Meeting(
         pathlib.Path(folder), rank, len(addresses)
     )
-    for megabytes in task["megabytes"]:
-        for name in task["ways"]:
-            period = task["periods"].get(name)
-            way = _Way(name, megabytes, period, task["rows"])
-            result = network_meeting.measure(
-                meeting, way.train, unit=period or 1, seconds=task["seconds"]
-            )
-            if rank == 0:
-                result |= {"megabytes": megabytes, "way": name}
-                print(f"RESULT {json.dumps(result)}", flush=True)
+    for megabytes, name in task["wanted"]:
+        period = task["periods"].get(name)
+        way = _Way(name, megabytes, period, task["rows"])
+        result = network_meeting.measure(
+            meeting, way.train, unit=period or 1, seconds=task["seconds"]
+        )
+        if rank == 0:
+            result |= {"megabytes": megabytes, "way": name}
+            print(f"RESULT {json.dumps(result)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
