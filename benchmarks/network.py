@@ -12,11 +12,14 @@ as many hosts that train at the same time and exchange nothing; PyTorch, whose
 steps take another time, has its own.
 
 Each way is measured in three parts of whole periods: their median, and the
-least and the most. Prints tables in Markdown, adds all numbers to a JSON file
-after each step, so that what is there already is not measured again, and draws
-a picture. With the default settings it takes about three quarters of an hour on
-2 cores. Needs root and iproute2. PyTorch is measured if `.venv-torch` has it,
-which `make .venv-torch/.installed` makes.
+least and the most. Horovod's tape runs in processes of its own, since this
+library changes settings of Horovod in its processes.
+
+Each result is added to a JSON file at once: what a run that was cut has
+measured is not measured again. Prints tables in Markdown and draws a picture.
+With the default settings it takes well over an hour on 2 cores. Needs root and
+iproute2. PyTorch is measured if `.venv-torch` has it, which
+`make .venv-torch/.installed` makes. What cannot be run has rows that say so.
 """
 
 import importlib.util

@@ -180,7 +180,8 @@ def draw(rows, path):
     figure, axes = plt.subplots(
         len(groups),
         len(rates),
-        figsize=(4 * len(rates), 2.6 * len(groups)),
+        # With room for the names below, however few panels there are.
+        figsize=(max(10, 4 * len(rates)), 2.6 * len(groups) + 1.4),
         sharex=True,
         sharey=True,
         squeeze=False,
