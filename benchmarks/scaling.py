@@ -12,7 +12,8 @@ over N workers that may send R bytes a second takes
 with what starts it (a), a message's latency (l), the processor's work for each
 byte (c) and what the network's protocols add (h). The four are fitted to the
 rounds of two and three hosts, and checked against those of four, which were
-left out. The one that errs less there is drawn for 8 to 4,096 workers.
+left out. The one that errs less where it was fitted is drawn for 8 to 4,096
+workers.
 
 What is drawn is computed and not measured: it knows nothing of switches that
 many hosts share, of slow hosts, or of other traffic. Prints tables in Markdown
@@ -67,7 +68,7 @@ def main(_):
     left_out = [point for point in points if point.workers == _LEFT_OUT]
     models = [cost_model.fit(shape, fitted) for shape in ("ring", "tree")]
     print_models(models, fitted, left_out)
-    best = min(models, key=lambda model: _largest(model, left_out))
+    best = min(models, key=lambda model: _largest(model, fitted))
     print_points(best, fitted + left_out)
     print_crossings(best)
     draw(best, _PICTURE.value)
