@@ -7,8 +7,6 @@ NAMES = {
     ("collective", "gradients"): "ours, collectives, gradient_sync",
     ("horovod", "gradients"): "ours, Horovod, gradient_sync",
     ("tape", "horovod"): "Horovod, DistributedGradientTape",
-    # In files of earlier runs.
-    ("horovod", "horovod"): "Horovod's tape with our settings of Horovod",
     ("mirrored", "mirrored"): "MultiWorkerMirroredStrategy, repaired",
     ("torch", "alone"): "PyTorch, no exchange at all: its limit",
     ("torch", "gradients"): "PyTorch, DistributedDataParallel",
@@ -65,8 +63,7 @@ def kind_of(row):
 
 
 def is_ours(row):
-    name = row["library"], row["way"]
-    return row["library"] in _OURS and name != ("horovod", "horovod")
+    return row["library"] in _OURS
 
 
 def ways(library, periods):
