@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+# The benchmarks have packages of their own.
+pytest.importorskip("scipy")
 PATH = pathlib.Path(__file__).parents[1] / "benchmarks" / "cost_model.py"
 SPEC = importlib.util.spec_from_file_location("cost_model", PATH)
 cost_model = importlib.util.module_from_spec(SPEC)

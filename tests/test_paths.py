@@ -617,6 +617,7 @@ class TestFiftyProblems:
         )
 
 
+@pytest.mark.core
 class TestRestarts:
     """A training loop on T1 that goes on from a `tf.train.Checkpoint`."""
 

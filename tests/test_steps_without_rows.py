@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tf_avgstrategy import steps_without_rows
 
+pytestmark = pytest.mark.core
 SPECS = ((tf.TensorSpec([None, 3]),), {})
 
 

@@ -136,13 +136,14 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         """
         if self.exchange is None:
             return
-        spec = getattr(dataset, "element_spec", None)
-        if not isinstance(dataset, tf.distribute.DistributedDataset):
-            spec = self._last_element_spec
+        spec = self._last_element_spec
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            spec = dataset.element_spec
+        if step is None or spec is None:
+            self.steps_without_rows.expect(None, None)
+            return
         specs = steps_without_rows.specs_of_element(spec)
-        self.steps_without_rows.expect(
-            None if spec is None else step, ((specs,), {})
-        )
+        self.steps_without_rows.expect(step, ((specs,), {}))
 
     def end_fit(self):
         """Ends what a `fit` has begun, which may have failed."""

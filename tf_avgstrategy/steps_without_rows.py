@@ -6,6 +6,7 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.distribute import values
 from tensorflow.python.framework import func_graph
+from tensorflow.python.framework import none_tensor
 
 from tf_avgstrategy import replica_step
 
@@ -132,7 +133,7 @@ def specs_of_element(element_spec):
     def spec(value):
         if isinstance(value, values.PerReplicaSpec):
             value = value._value_specs[0]
-        if isinstance(value, (tf.OptionalSpec, tf.NoneTensorSpec)):
+        if isinstance(value, (tf.OptionalSpec, none_tensor.NoneTensorSpec)):
             return None  # As Keras does.
         if not isinstance(value, tf.TensorSpec):
             return value
