@@ -109,6 +109,13 @@ class TestEverySchedule:
         assert again == schedule
         assert len({again, schedule}) == 1
 
+    def test_keeps_its_class_when_copied(self, schedule):
+        original = _subclass_of(type(schedule))(**schedule.get_config())
+        for again in (copy.copy(original), copy.deepcopy(original)):
+            assert type(again) is type(original)
+            assert again == original
+            assert hash(again) == hash(original)
+
     def test_cannot_be_changed(self, schedule):
         for name in schedule.get_config():
             with pytest.raises(AttributeError):
@@ -138,3 +145,7 @@ def test_an_unknown_schedule_is_named():
 def test_fragments_need_parts_of_a_period(schedule, message):
     with pytest.raises(ValueError, match=message):
         schedule.split(4)
+
+
+def _subclass_of(cls):
+    return type(f"Own{cls.__name__}", (cls,), {})

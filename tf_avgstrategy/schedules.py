@@ -240,9 +240,13 @@ class Stagewise(Schedule):
     def __hash__(self):
         return hash(tuple(self.stages.items()))
 
-    def __reduce__(self):
+    def __getstate__(self):
         # A mapping that cannot be changed cannot be copied either.
-        return Stagewise, (dict(self.stages),)
+        return {**self.__dict__, "stages": dict(self.stages)}
+
+    def __setstate__(self, state):
+        stages = types.MappingProxyType(state["stages"])
+        self.__dict__.update(state, stages=stages)
 
     def __repr__(self):
         return f"Stagewise(stages={dict(self.stages)})"
