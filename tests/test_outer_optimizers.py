@@ -89,19 +89,32 @@ class TestSlowMomentum:
             # Rates are float32 there, but these are powers of 2.
             assert taken == pytest.approx(x, rel=1e-6)
 
-    def test_rate_zero_keeps_the_momentum_for_later(self):
+    def test_rate_zero_moves_onto_the_mean_and_keeps_the_momentum(self):
         step = outer_optimizers.OuterStep(
             outer_optimizers.slow_momentum(0.5),
             {0: tf.constant([0.0])},
             "CPU:0",
         )
         assert take(step, [[-1.0]], 0.5) == [[1.0]]
-        assert take(step, [[-1.0]], 0.0) == [[1.0]]
+        # As the paper's step in the limit of small rates: without momentum.
+        assert take(step, [[-1.0]], 0.0) == [[2.0]]
         # A rate that is not known is the last one.
-        assert take(step, [[0.0]], np.nan) == [[1.5]]
-        assert take(step, [[0.0]], 0.0) == [[1.5]]
+        assert take(step, [[0.0]], np.nan) == [[2.5]]
+        # Replicas that did not move stay where they are.
+        assert take(step, [[0.0]], 0.0) == [[2.5]]
         # A quarter of the rate: a quarter of the momentum, 0.5.
-        assert take(step, [[0.0]], 0.125) == [[1.5625]]
+        assert take(step, [[0.0]], 0.125) == [[2.5625]]
+
+    def test_rate_zero_from_the_beginning(self):
+        step = outer_optimizers.OuterStep(
+            outer_optimizers.slow_momentum(0.5, 0.25),
+            {0: tf.constant([4.0])},
+            "CPU:0",
+        )
+        # A quarter of the way to the mean, 8.
+        assert take(step, [[-4.0]], 0.0) == [[5.0]]
+        assert take(step, [[0.0]], 0.0) == [[5.0]]
+        assert take(step, [[-4.0]], 0.5) == [[6.0]]
 
     def test_is_saved_by_its_config(self):
         made = keras.optimizers.deserialize(

@@ -728,6 +728,21 @@ class TestRestarts:
         assert restarted[1] == pytest.approx([4.6328125 + v] * 2, rel=1e-6)
 
 
+def test_steps_before_a_rate_of_zero_count():
+    with toys.make_strategy().scope():
+        # Step 4 is the last one at 0.125, so that its round sees 0.
+        rate = keras.optimizers.schedules.PiecewiseConstantDecay(
+            [3], [toys.T1_LEARNING_RATE, 0.0]
+        )
+        model = toys.slope_model(keras.optimizers.SGD(rate))
+    averaging = avg.PeriodicAveraging(
+        4, outer_optimizer=outers.slow_momentum(0.5)
+    )
+    x, y = toys.slope_rows(8)
+    toys.fit(model, x, y, batch_size=2, callbacks=[averaging])
+    assert toys.weight(model) == toys.T1_WEIGHTS[4, 4]
+
+
 class TestElasticExceptions:
     def test_a_warm_up_leaves_replicas_equal(self):
         assert path(1, 4, warmup_steps=1, elastic_alpha=0.5)[0] == 5.5

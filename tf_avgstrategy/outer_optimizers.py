@@ -40,8 +40,9 @@ class SlowMomentum(keras.optimizers.SGD):
         x = x - learning_rate * r * u
 
     What is stored is `-learning_rate * r * u`, so nothing is divided by r, and
-    the momentum of earlier rounds shrinks as r does. At r = 0 there is no step,
-    and the momentum waits.
+    the momentum of earlier rounds shrinks as r does. At r = 0 a step is what it
+    is in the limit of small r: `learning_rate` of the way to the mean, so that
+    local steps before a decay has reached 0 count. The momentum waits.
     """
 
     def build(self, variables):
@@ -242,5 +243,13 @@ class OuterStep:
             self._optimizer.apply(pseudo_gradients, self._keras_variables)
             return True
 
-        # The step is a multiple of the inner learning rate.
-        tf.cond(tf.equal(inner_learning_rate, 0), lambda: False, follow)
+        def approach():
+            rate = self._optimizer.learning_rate
+            for parameter, gradient in zip(self.parameters, pseudo_gradients):
+                with tf.device(parameter.device):
+                    parameter.assign_sub(
+                        tf.cast(rate, parameter.dtype) * gradient
+                    )
+            return False
+
+        tf.cond(tf.equal(inner_learning_rate, 0), approach, follow)
