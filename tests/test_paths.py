@@ -688,6 +688,10 @@ class TestRestarts:
             {"outer_optimizer": outers.slow_momentum(0.5)},
             {"elastic_alpha": 0.5},
             {"outer_optimizer": outers.diloco(0.5, 0.5), "fragments": 2},
+            {
+                "period": None,
+                "schedule": avg.DivergenceTriggered(0.05, 2),
+            },
         ],
         ids=lambda options: "-".join(options),
     )
@@ -696,6 +700,16 @@ class TestRestarts:
             tmp_path, steps, 4, {"period": 2, **options}
         )
         assert restarted == whole
+
+    @pytest.mark.parametrize(
+        "options", [{"period": 4}, {"schedule": avg.AdaComm(4, 4)}], ids=str
+    )
+    def test_of_another_class_or_settings(self, tmp_path, options):
+        path = self.restarted(
+            tmp_path, 3, 2, options, {"schedule": avg.AdaComm(2, 2)}
+        )[1]
+        # Five local steps: the saved period of 4 no longer ends at step 4.
+        assert path == [[(0.75**5 * 4 + 8) / 2] * 2]
 
     def test_of_another_schedule(self, tmp_path):
         """The new one begins at the step that was saved."""
