@@ -618,8 +618,8 @@ class TestFiftyProblems:
 
 
 @pytest.mark.core
-class TestRestarts:
-    """A training loop on T1 that goes on from a `tf.train.Checkpoint`."""
+class _Loop:
+    """A training loop on T1."""
 
     def make(self, num_slopes=1, **options):
         self.strategy = toys.make_strategy()
@@ -665,6 +665,10 @@ class TestRestarts:
 
     def weights(self, model):
         return [toys.scalars(variable) for variable in model.variables]
+
+
+class TestRestarts(_Loop):
+    """It goes on from a `tf.train.Checkpoint`."""
 
     def restarted(self, folder, steps, then, options, other_options=None):
         """The weights after a restart between the two numbers of steps."""
@@ -740,6 +744,46 @@ class TestRestarts:
         v = 0.5 * 0.6328125 + (mean - 4.6328125)
         assert whole[1] == [4.6328125 + v] * 2
         assert restarted[1] == pytest.approx([4.6328125 + v] * 2, rel=1e-6)
+
+
+class TestLazyOptimizers(_Loop):
+    """Slots of a second optimizer appear while T1 is trained by the first."""
+
+    def built_after(self, steps, **options):
+        model, _ = self.make(period=2)
+        with self.strategy.scope():
+            other = toys.sgd(momentum=0.5)
+        averager = avg.ParameterAverager(
+            self.strategy, model.variables, [model.optimizer, other], **options
+        )
+        self.train(model, averager, steps)
+        with self.strategy.scope():
+            other.build(model.trainable_variables)
+        self.train(model, averager, 6 - steps)
+        return self.weights(model)
+
+    @pytest.mark.parametrize("steps", [1, 2, 3])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"period": 2, "outer_optimizer": outers.diloco(0.5, 0.5)},
+            # Drift is 0.72 of 4 after step 2, and would be 0.56 of the mean.
+            {"schedule": avg.DivergenceTriggered(0.6, 2)},
+        ],
+        ids=lambda options: "-".join(options),
+    )
+    def test_change_nothing(self, options, steps):
+        seldom = self.built_after(6, **options)
+        assert self.built_after(steps, **options) == seldom
+
+    def test_leave_the_outer_parameters(self):
+        outer = {"outer_optimizer": keras.optimizers.SGD(0.5)}
+        # Half of the way from 4 to the mean of 2.25 and 8, 5.125, thrice: what
+        # a round leaves is x, and the next mean (0.5625 * x + 8) / 2.
+        x = 4.0
+        for _ in range(3):
+            x += 0.5 * ((0.5625 * x + 8) / 2 - x)
+        assert self.built_after(1, period=2, **outer) == [[x, x]]
 
 
 def test_steps_before_a_rate_of_zero_count():

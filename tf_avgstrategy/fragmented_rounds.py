@@ -96,6 +96,10 @@ class FragmentedRound:
         """List of tensors, what the last round left of what travels."""
         return [ref.read_value() for ref in self._references.values()]
 
+    def knows(self, rule):
+        """Returns whether there is a reference of a variable."""
+        return id(rule.copies[0]) in self._references
+
     def left(self, rule):
         """Returns what the last round has made of a variable that travels."""
         first = rule.copies[0]

@@ -559,8 +559,14 @@ class Participant:
             return
         references = []
         if self._keeps_references:
-            travelling = state.travelling_rules(self._rules)
-            references = list(map(replica_state.as_read, travelling))
+            # Replicas have trained since: what the last round left is known
+            # of all but new slots.
+            references = [
+                replica_state.as_read(rule)
+                if self._round is None or not self._round.knows(rule)
+                else self._round.left(rule)
+                for rule in state.travelling_rules(self._rules)
+            ]
         if self._communicator.size > 1:
             agreement.check_same(
                 self._communicator, self._description(), "variables"
