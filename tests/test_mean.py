@@ -137,3 +137,30 @@ class TestTotalVariances:
         np.testing.assert_allclose(
             weighted_mean(totals, [100, 300]), everything.var(), rtol=1e-12
         )
+
+
+class TestDistance:
+    def test_by_hand(self):
+        values = [tf.constant([3.0, 1.0]), tf.constant(5.0)]
+        references = [tf.constant([0.0, 1.0]), tf.constant(1.0)]
+        assert mean.distance(values, references).numpy() == 5.0
+        assert mean.norm(values).numpy() == np.sqrt(35.0)
+
+    def test_of_half_precision_is_taken_in_float32(self):
+        # The square alone would be infinite.
+        value = tf.constant([1000.0], tf.float16)
+        assert mean.norm([value]).numpy() == 1000.0
+        assert mean.distance([value], [-value]).numpy() == 2000.0
+
+    def test_of_nothing_is_zero(self):
+        assert mean.norm([]).numpy() == 0.0
+
+    def test_of_many_numbers(self):
+        values = np.random.default_rng(0).normal(1, 1, 3_000_000)
+        values = values.astype("float32")
+        expected = np.linalg.norm(values.astype("float64"))
+        # Sums of float32 squares, each of some thousand: rounding errors of
+        # 6e-8 that do not add up.
+        assert mean.norm([tf.constant(values)]).numpy() == pytest.approx(
+            expected, rel=1e-6
+        )

@@ -10,6 +10,7 @@ __all__ = [
     "accumulation_dtype",
     "check_weights",
     "distance",
+    "norm",
     "shares",
     "total_variances",
     "weighted_offset",
@@ -141,13 +142,28 @@ def distance(values, references):
     Returns:
         Float64 scalar, to which many small squares can be added.
     """
-    squares = [
-        tf.reduce_sum(
-            tf.square(tf.cast(value, dtype) - tf.cast(reference, dtype))
-        )
+    differences = [
+        tf.cast(value, dtype) - tf.cast(reference, dtype)
         for value, reference in zip(values, references)
         for dtype in [accumulation_dtype(reference.dtype)]
     ]
+    return norm(differences)
+
+
+def norm(values):
+    """Returns the L2 norm of a list of tensors.
+
+    Args:
+        values: List of floating point tensors.
+
+    Returns:
+        Float64 scalar, to which many small squares can be added.
+    """
+    # `l2_loss` keeps no squares in memory, and gives half of their sum.
+    halves = [
+        tf.nn.l2_loss(tf.cast(value, accumulation_dtype(value.dtype)))
+        for value in values
+    ]
     with tf.device("CPU:0"):
-        total = tf.add_n([tf.cast(s, tf.float64) for s in squares] or [0.0])
-        return tf.sqrt(tf.cast(total, tf.float64))
+        total = tf.add_n([tf.cast(h, tf.float64) for h in halves] or [0.0])
+        return tf.sqrt(2.0 * tf.cast(total, tf.float64))

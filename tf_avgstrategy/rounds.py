@@ -326,7 +326,7 @@ class Round:
         means = [moved[id(rule.copies[0])] for rule in weights]
         copies = zip(*(rule.copies for rule in weights))
         squares = [mean.distance(_read(own), means) ** 2 for own in copies]
-        norm = mean.distance(means, map(tf.zeros_like, means))
+        norm = mean.norm(means)
         if not squares:
             return tf.zeros([2], tf.float64)
         return tf.stack([tf.add_n(squares) / len(squares), norm**2])
@@ -358,7 +358,7 @@ class Round:
         references = [reference for _, reference in pairs]
         copies = zip(*(rule.copies for rule, _ in pairs))
         distances = [mean.distance(_read(own), references) for own in copies]
-        norm = mean.distance(references, map(tf.zeros_like, references))
+        norm = mean.norm(references)
         drift = tf.add_n(distances) / len(distances)
         # From zeros any step is far.
         return tf.where(drift > 0, drift / norm, 0.0)
