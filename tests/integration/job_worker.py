@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import os
 import pathlib
 import runpy
@@ -26,6 +27,7 @@ def main(script, arguments, environment, folder, output):
     os.environ.update(environment)
     pool_worker.print_to(output)
     faulthandler.enable()
+    gc.freeze()
     sys.stdout.reconfigure(write_through=True)
     if folder is not None:
         os.chdir(folder)

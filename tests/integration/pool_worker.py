@@ -1,6 +1,7 @@
 """A worker of a pool: runs functions of `scenarios` until it is left."""
 
 import faulthandler
+import gc
 import importlib
 import os
 import sys
@@ -22,6 +23,10 @@ def main(connection, environment, output):
     os.environ.update(environment)
     print_to(output)
     faulthandler.enable()
+    # Keras collects garbage after each function. Then what was imported, and
+    # what TensorFlow keeps of functions before, is not looked at again.
+    gc.disable()
+    gc.freeze()
     _make_devices()
     while True:
         try:
@@ -63,3 +68,4 @@ def _answer(function, arguments, keywords):
         return traceback.format_exc(), None
     finally:
         keras.backend.clear_session()
+        gc.freeze()
