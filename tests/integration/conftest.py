@@ -1,5 +1,7 @@
 """Pools of workers, each started once for all tests of a process."""
 
+import random
+
 import processes
 import pytest
 
@@ -31,3 +33,15 @@ def communicator(request):
 def pool(pools, communicator):
     """Two workers."""
     return pools(2, communicator)
+
+
+@pytest.fixture
+def some_pool(pools, request):
+    """Two workers by one of the communicators, which the test's name chooses.
+
+    For what lies above communicators: that these do the same has its own tests.
+    """
+    known = ["collective"]
+    if processes.HAS_HOROVOD:
+        known.append("horovod")
+    return pools(2, random.Random(request.node.name).choice(known))

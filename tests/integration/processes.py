@@ -18,13 +18,13 @@ import pytest
 from tf_avgstrategy import horovod_rendezvous
 from tf_avgstrategy import launcher
 
-_HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
+HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 COMMUNICATORS = [
     "collective",
     pytest.param(
         "horovod",
         marks=pytest.mark.skipif(
-            not _HAS_HOROVOD,
+            not HAS_HOROVOD,
             reason="Horovod is not installed: tf-avgstrategy build-horovod",
         ),
     ),

@@ -4,10 +4,10 @@ import observers
 import pytest
 
 
-def test_metr_01_validation_is_weighted_by_rows(pool, tmp_path):
+def test_metr_01_validation_is_weighted_by_rows(some_pool, tmp_path):
     # (100 * 1 + 10 * 2) / 110, in float32.
     expected = pytest.approx(120 / 110, rel=1e-7)
-    first, second = pool.run(
+    first, second = some_pool.run(
         "observers:validate_with_unequal_shards", str(tmp_path)
     )
     assert first == second
@@ -15,16 +15,18 @@ def test_metr_01_validation_is_weighted_by_rows(pool, tmp_path):
     assert first["file"] == first["evaluate"] == expected
 
 
-def test_metr_02_callbacks_on_the_chief_alone_change_nothing(pool, tmp_path):
+def test_metr_02_callbacks_on_the_chief_alone_change_nothing(
+    some_pool, tmp_path
+):
     run = "observers:observe_on_the_chief_alone"
-    weights = pool.run(run, str(tmp_path), "callbacks")
+    weights = some_pool.run(run, str(tmp_path), "callbacks")
     assert weights == [5.555423736572265625] * 2
     assert (tmp_path / "model.keras").exists()
 
 
-def test_metr_02_validation_data_on_the_chief_alone(pool, tmp_path):
+def test_metr_02_validation_data_on_the_chief_alone(some_pool, tmp_path):
     run = "observers:observe_on_the_chief_alone"
-    for error in pool.run(run, str(tmp_path), "validation"):
+    for error in some_pool.run(run, str(tmp_path), "validation"):
         assert "worker 0 with validation data, worker 1 without" in error
 
 
@@ -41,10 +43,10 @@ def test_metr_03_all_workers_decide_the_same(pool, tmp_path):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_metrics_are_those_of_one_device(pool, replicas):
+def test_metrics_are_those_of_one_device(some_pool, replicas):
     rows = 45
     one_device = observers.evaluate_on_one_device(rows)
-    results = pool.run("observers:evaluate_many_metrics", rows, replicas)
+    results = some_pool.run("observers:evaluate_many_metrics", rows, replicas)
     assert results[0] == results[1]
     in_fit, evaluated = results[0]
     assert set(evaluated) == set(one_device)
@@ -60,9 +62,9 @@ def test_metrics_are_those_of_one_device(pool, replicas):
 @pytest.mark.parametrize(
     ("replicas", "expected"), [(1, 16 * 25 / 2), (2, 16 * 174 / 4)]
 )
-def test_what_an_own_step_returns_is_the_mean(pool, replicas, expected):
+def test_what_an_own_step_returns_is_the_mean(some_pool, replicas, expected):
     # Of the last batch, rows 3 and 4 or 5 to 8: 16 times their squares.
-    results = pool.run("observers:train_by_an_own_step", replicas)
+    results = some_pool.run("observers:train_by_an_own_step", replicas)
     assert results == [[expected]] * 2
 
 
@@ -76,8 +78,8 @@ def test_ckpt_01_three_workers_save_to_one_path(pools, communicator, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "user"])
-def test_ckpt_04_a_loaded_model_is_averaged(pool, kind, tmp_path):
-    results = pool.run(
+def test_ckpt_04_a_loaded_model_is_averaged(some_pool, kind, tmp_path):
+    results = some_pool.run(
         "observers:go_on_from_a_file", str(tmp_path), kind, with_callback=True
     )
     for straight, loaded, messages in results:
@@ -87,8 +89,8 @@ def test_ckpt_04_a_loaded_model_is_averaged(pool, kind, tmp_path):
             assert loaded == 5.44140625
 
 
-def test_ckpt_04_without_the_callback_there_is_a_warning(pool, tmp_path):
-    results = pool.run(
+def test_ckpt_04_without_the_callback_there_is_a_warning(some_pool, tmp_path):
+    results = some_pool.run(
         "observers:go_on_from_a_file",
         str(tmp_path),
         "sgd",
@@ -129,6 +131,6 @@ def test_metrics_are_exchanged_once_an_epoch(pool):
 
 
 @pytest.mark.parametrize("stop", [2, 4, 6])
-def test_ckpt_05_each_worker_restores_its_replicas(pool, stop, tmp_path):
+def test_ckpt_05_each_worker_restores_its_replicas(some_pool, stop, tmp_path):
     run = "observers:restore_within_a_period"
-    assert pool.run(run, str(tmp_path), stop) == [(True, 7, 2)] * 2
+    assert some_pool.run(run, str(tmp_path), stop) == [(True, 7, 2)] * 2
