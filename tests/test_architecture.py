@@ -313,6 +313,28 @@ def _imports(module):
             yield from (f"{node.module}.{a.name}" for a in node.names)
 
 
+def test_names_are_found_where_they_are():
+    """When they are used, and by what reads programs without running them."""
+    static = {
+        alias.name: node.module.rpartition(".")[2]
+        for node in ast.walk(_tree("__init__"))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module.startswith("tf_avgstrategy")
+    }
+    homes = {
+        name: home or "tf_avgstrategy"
+        for name, home in tf_avgstrategy._HOMES.items()
+    }
+    assert static == {**homes, "__version__": "_version"}
+    assert sorted(static) == sorted(tf_avgstrategy.__all__)
+    assert set(static) <= set(dir(tf_avgstrategy))
+    for name in static:
+        assert hasattr(tf_avgstrategy, name)
+    with pytest.raises(AttributeError, match="no attribute 'averge_models'"):
+        tf_avgstrategy.averge_models  # noqa: B018 - it is what raises.
+
+
 def test_every_module_has_its_place():
     assert sorted(MAY_IMPORT) == MODULES
 

@@ -368,3 +368,17 @@ def test_the_command_is_installed():
         [*command, "doctor"], capture_output=True, text=True, check=True
     )
     assert "supported" in done.stdout
+
+
+def test_launching_does_not_load_tensorflow():
+    # It would take seconds, and memory for as long as workers train.
+    code = (
+        "import sys; from tf_avgstrategy import cli; sys.argv[1:] = "
+        "['launch', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit: print({'tensorflow', 'keras'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "set()"

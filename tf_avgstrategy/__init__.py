@@ -1,22 +1,27 @@
 """Periodic parameter averaging with averaged optimizer slots, for Keras."""
 
-from tf_avgstrategy import outer_optimizers
+import importlib
+from typing import TYPE_CHECKING
+
 from tf_avgstrategy._version import __version__
-from tf_avgstrategy.adaptive_schedules import AdaComm
-from tf_avgstrategy.adaptive_schedules import DivergenceTriggered
-from tf_avgstrategy.adaptive_schedules import QuadraticSynchronizationRule
-from tf_avgstrategy.adaptive_schedules import TimeBased
-from tf_avgstrategy.averaged_model_checkpoint import AveragedModelCheckpoint
-from tf_avgstrategy.averager import ParameterAverager
-from tf_avgstrategy.callbacks import PeriodicAveraging
-from tf_avgstrategy.checkpoint_averaging import average_models
-from tf_avgstrategy.communicators import Communicator
-from tf_avgstrategy.communicators import WorkerLostError
-from tf_avgstrategy.fit_callbacks import chief_only
-from tf_avgstrategy.schedules import Periodic
-from tf_avgstrategy.schedules import Schedule
-from tf_avgstrategy.schedules import Stagewise
-from tf_avgstrategy.strategy import ParameterAveragingStrategy
+
+if TYPE_CHECKING:
+    from tf_avgstrategy import outer_optimizers
+    from tf_avgstrategy.adaptive_schedules import AdaComm
+    from tf_avgstrategy.adaptive_schedules import DivergenceTriggered
+    from tf_avgstrategy.adaptive_schedules import QuadraticSynchronizationRule
+    from tf_avgstrategy.adaptive_schedules import TimeBased
+    from tf_avgstrategy.averaged_model_checkpoint import AveragedModelCheckpoint
+    from tf_avgstrategy.averager import ParameterAverager
+    from tf_avgstrategy.callbacks import PeriodicAveraging
+    from tf_avgstrategy.checkpoint_averaging import average_models
+    from tf_avgstrategy.communicators import Communicator
+    from tf_avgstrategy.communicators import WorkerLostError
+    from tf_avgstrategy.fit_callbacks import chief_only
+    from tf_avgstrategy.schedules import Periodic
+    from tf_avgstrategy.schedules import Schedule
+    from tf_avgstrategy.schedules import Stagewise
+    from tf_avgstrategy.strategy import ParameterAveragingStrategy
 
 __all__ = [
     "AdaComm",
@@ -37,3 +42,37 @@ __all__ = [
     "chief_only",
     "outer_optimizers",
 ]
+
+# What has each name. It is imported when the name is first used: the command
+# that starts workers and waits for them need not load TensorFlow.
+_HOMES = {
+    "outer_optimizers": None,
+    "AdaComm": "adaptive_schedules",
+    "DivergenceTriggered": "adaptive_schedules",
+    "QuadraticSynchronizationRule": "adaptive_schedules",
+    "TimeBased": "adaptive_schedules",
+    "AveragedModelCheckpoint": "averaged_model_checkpoint",
+    "ParameterAverager": "averager",
+    "PeriodicAveraging": "callbacks",
+    "average_models": "checkpoint_averaging",
+    "Communicator": "communicators",
+    "WorkerLostError": "communicators",
+    "chief_only": "fit_callbacks",
+    "Periodic": "schedules",
+    "Schedule": "schedules",
+    "Stagewise": "schedules",
+    "ParameterAveragingStrategy": "strategy",
+}
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
+    value = getattr(home, name) if _HOMES[name] else home
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

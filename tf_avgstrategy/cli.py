@@ -9,8 +9,7 @@ from typing import NamedTuple
 from absl import app
 from absl import flags
 
-from tf_avgstrategy import checkpoint_averaging
-from tf_avgstrategy import doctor
+# Commands import what needs TensorFlow, which takes seconds, themselves.
 from tf_avgstrategy import horovod_build
 from tf_avgstrategy import launcher
 from tf_avgstrategy import plots
@@ -180,6 +179,8 @@ def _doctor_options():
 
 
 def _doctor(options, others):
+    from tf_avgstrategy import doctor
+
     _check_no_more(others)
     _check_positive(options, "parameters")
     if options.parameters != int(options.parameters):
@@ -201,6 +202,8 @@ def _doctor(options, others):
 
 def _doctor_here(options):
     """Runs the command on each of several workers of this machine."""
+    from tf_avgstrategy import doctor
+
     names = ("parameters", "step_ms", "start_timeout_seconds")
     script = ["-m", "tf_avgstrategy.cli", "doctor"]
     script += [
@@ -349,6 +352,8 @@ def _average_options():
 
 
 def _average(options, paths):
+    from tf_avgstrategy import checkpoint_averaging
+
     if not paths or options.output is None:
         raise flags.Error("There must be files to average, and --output.")
     weights = options.weights and _floats(options.weights)
