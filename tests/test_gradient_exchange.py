@@ -77,17 +77,11 @@ OPTIMIZERS = {
     **{
         name: lambda name=name: getattr(keras.optimizers, name)(0.01)
         for name in (
-            "Adadelta",
-            "Adafactor",
-            "Adagrad",
-            "AdamW",
-            "Adamax",
-            "Ftrl",
+            # Whole variables in one number, a step by signs, matrices, two
+            # sets of weights.
             "Lamb",
             "Lion",
             "Muon",
-            "Nadam",
-            "RMSprop",
             "ScheduleFreeAdamW",
         )
         if hasattr(keras.optimizers, name)

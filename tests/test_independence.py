@@ -1,5 +1,7 @@
 """A replica is bit-equal to a single device that sees the same rows."""
 
+import operator
+
 import keras
 import numpy as np
 import pytest
@@ -87,16 +89,13 @@ def normalized_model():
     )
 
 
-def embedding_model():
-    """Sparse gradients: 5 tokens of 20."""
-    return keras.Sequential(
-        [
-            layers.Input((5,), dtype="int32"),
-            layers.Embedding(20, 4),
-            layers.Flatten(),
-            layers.Dense(3),
-        ]
-    )
+def network():
+    """`dense_model` and, for sparse gradients, 5 tokens of 20, added up."""
+    x = keras.Input((8,), name="x")
+    tokens = keras.Input((5,), dtype="int32", name="tokens")
+    embedded = layers.Flatten()(layers.Embedding(20, 4)(tokens))
+    outputs = layers.Add()([dense_model()(x), layers.Dense(3)(embedded)])
+    return keras.Model({"x": x, "tokens": tokens}, outputs)
 
 
 def _compiled(build, optimizer, **arguments):
@@ -114,8 +113,8 @@ def _rows(build, num_replicas):
     rng = np.random.default_rng(0)
     num_rows = BATCHES * num_replicas * ROWS_PER_REPLICA
     x = rng.normal(size=(num_rows, 8)).astype("float32")
-    if build is embedding_model:
-        x = rng.integers(0, 20, size=(num_rows, 5)).astype("int32")
+    if build is network:
+        x = {"x": x, "tokens": rng.integers(0, 20, (num_rows, 5), "int32")}
     return x, rng.integers(0, 3, num_rows)
 
 
@@ -124,13 +123,14 @@ def _single_device_states(build, optimizer, x, y, num_replicas, **arguments):
     model = _compiled(build, optimizer, **arguments)
     state = model.variables + model.optimizer.variables
     initial = [variable.numpy() for variable in state]
-    batches = np.arange(len(x)).reshape(BATCHES, num_replicas, -1)
+    batches = np.arange(len(y)).reshape(BATCHES, num_replicas, -1)
     states = []
     for replica in range(num_replicas):
         for variable, value in zip(state, initial):
             variable.assign(value)
         rows = batches[:, replica].ravel()
-        toys.fit(model, x[rows], y[rows], batch_size=ROWS_PER_REPLICA)
+        own = keras.tree.map_structure(operator.itemgetter(rows), x)
+        toys.fit(model, own, y[rows], batch_size=ROWS_PER_REPLICA)
         states.append([variable.numpy() for variable in state])
     return states
 
@@ -153,16 +153,19 @@ def _assert_independent(build, optimizer, num_replicas, **arguments):
                 expected[replica][index],
                 f"{variable.path} on replica {replica}",
             )
-    kernel = toys.copies(model.trainable_variables[0])
-    assert not np.array_equal(kernel[0], kernel[1])
+    for variable in model.trainable_variables:
+        first, second, *_ = toys.copies(variable)
+        assert not np.array_equal(first, second), variable.path
 
 
-@pytest.mark.parametrize(
-    ("build", "num_replicas"), [(dense_model, 4), (embedding_model, 2)]
-)
 @pytest.mark.parametrize("optimizer", ALL)
-def test_replicas_equal_single_devices(build, optimizer, num_replicas):
-    _assert_independent(build, optimizer, num_replicas)
+def test_replicas_equal_single_devices(optimizer):
+    _assert_independent(network, optimizer, 2)
+
+
+@pytest.mark.parametrize("name", ["momentum", "clipnorm"])
+def test_also_on_four_replicas(name):
+    _assert_independent(network, VARIANTS[name], 4)
 
 
 @pytest.mark.core

@@ -21,15 +21,16 @@ A, B = toys.ROW_A, toys.ROW_B
 
 
 @pytest.mark.parametrize(("scheme", "steps", "weight", "rounds"), PATHS)
-def test_t1_on_two_workers(pool, scheme, steps, weight, rounds):
-    for result in pool.run("schemes:path", scheme, steps, (A, B)):
+def test_t1_on_two_workers(some_pool, scheme, steps, weight, rounds):
+    for result in some_pool.run("schemes:path", scheme, steps, (A, B)):
         assert result == ([weight], rounds)
 
 
 @pytest.mark.parametrize("scheme", ["nesterov", "elastic", "apart"])
-def test_t1_on_two_workers_with_two_replicas_each(pool, scheme):
+def test_t1_on_two_workers_with_two_replicas_each(some_pool, scheme):
     ((_, steps, weight, rounds),) = [p for p in PATHS if p[0] == scheme]
-    results = pool.run("schemes:path", scheme, steps, (A, A, B, B), replicas=2)
+    rows = A, A, B, B
+    results = some_pool.run("schemes:path", scheme, steps, rows, replicas=2)
     assert results == [([weight] * 2, rounds)] * 2
 
 
