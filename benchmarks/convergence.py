@@ -9,7 +9,7 @@ Bytes are what a replica sends in a ring of all replicas, `2 - 2 / 4` times the
 size of what is exchanged.
 
 Prints tables in Markdown and writes all numbers to a JSON file. With the
-default settings it takes about half an hour on 2 cores.
+default settings it takes more than an hour on 2 cores.
 """
 
 import json
@@ -32,57 +32,54 @@ _OUTPUT = flags.DEFINE_string(
     "output", "build/convergence.json", "JSON file for the numbers."
 )
 _TASKS = flags.DEFINE_list("tasks", ["images", "text"], "What is trained.")
-_WAYS = flags.DEFINE_list("ways", [], "Names of rows, all if there are none.")
+_WAYS = flags.DEFINE_multi_string(
+    "way", [], "Name of a row, may be repeated. All if there is none."
+)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each way.")
 _STEPS = flags.DEFINE_integer("steps", 512, "Training steps of a run.")
+_PEAK = flags.DEFINE_float(
+    "peak", None, "Highest learning rate, by default one for each task."
+)
 
 _REPLICAS = 4
 _SHARE = 2 - 2 / _REPLICAS
 
 
-def _qsr(growth):
-    return lambda: {
-        "schedule": avg.QuadraticSynchronizationRule(4, growth),
-    }
-
-
-# For each task the peak of the learning rate differs, and so does QSR's growth:
-# the period leaves 4 when the rate is at half of its peak.
+# By task, the learning rate from which a cosine goes down to 0.
 _PEAKS = {"images": 0.05, "text": 3e-3}
-_WAYS_OF_TASK = {
-    task: {
+
+
+def _ways(peak):
+    """The options of each row, by its name. None is synchronous training."""
+    return {
         "gradients at every step": None,
         **{
-            f"period {period}": lambda period=period: {"period": period}
+            f"period {period}": {"period": period}
             for period in (1, 4, 16, 64, 256)
         },
-        "period 16, slots keep": lambda: {"period": 16, "slots": "keep"},
-        "period 16, slots reset": lambda: {"period": 16, "slots": "reset"},
-        "QSR, base 4": _qsr(peak),
-        "period 16, SlowMo 0.5": lambda: {
+        "period 16, slots keep": {"period": 16, "slots": "keep"},
+        "period 16, slots reset": {"period": 16, "slots": "reset"},
+        # The period leaves 4 when the rate is at half of its peak.
+        "QSR, base 4": {"schedule": avg.QuadraticSynchronizationRule(4, peak)},
+        "period 16, SlowMo 0.5": {
             "period": 16,
             "outer_optimizer": avg.outer_optimizers.slow_momentum(0.5),
         },
-        "period 16, DiLoCo": lambda: {
+        "period 16, DiLoCo": {
             "period": 16,
             "outer_optimizer": avg.outer_optimizers.diloco(),
         },
-        "period 64, DiLoCo": lambda: {
+        "period 64, DiLoCo": {
             "period": 64,
             "outer_optimizer": avg.outer_optimizers.diloco(),
         },
-        "period 16, 64 steps of gradients first": lambda: {
+        "period 16, 64 steps of gradients first": {
             "period": 16,
             "warmup_steps": 64,
             "warmup": "gradients",
         },
-        "period 16, elastic 0.5": lambda: {
-            "period": 16,
-            "elastic_alpha": 0.5,
-        },
+        "period 16, elastic 0.5": {"period": 16, "elastic_alpha": 0.5},
     }
-    for task, peak in _PEAKS.items()
-}
 
 
 class Images:
@@ -180,16 +177,16 @@ class Text:
         return loss / np.log(2)
 
 
-def run(task, make_options, *, seed, rate, steps):
+def run(task, options, *, seed, peak, steps):
     """Trains once. Returns the score, megabytes sent, rounds and seconds."""
     keras.utils.set_random_seed(seed)
-    is_synchronous = make_options is None
+    is_synchronous = options is None
     strategy = avg.ParameterAveragingStrategy(
         [f"CPU:{place}" for place in range(_REPLICAS)],
         gradient_sync="worker" if is_synchronous else "none",
     )
-    options = {"period": steps} if is_synchronous else make_options()
-    decay = keras.optimizers.schedules.CosineDecay(rate, steps)
+    options = {"period": steps} if is_synchronous else options
+    decay = keras.optimizers.schedules.CosineDecay(peak, steps)
     with strategy.scope():
         model = task.build(decay)
     averaging = avg.PeriodicAveraging(**options)
@@ -219,20 +216,26 @@ def main(_):
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * _REPLICAS
     )
+    known = list(_ways(1.0))
+    for way in _WAYS.value:
+        if way not in known:
+            raise app.UsageError(f"--way={way!r} is none of {known}.")
     results = {}
     for name in _TASKS.value:
         task = {"images": Images, "text": Text}[name]()
         print(f"\n| {name} | {task.measure} | spread | rounds | MB sent |")
         print("|---|---|---|---|---|", flush=True)
-        for way, make_options in _WAYS_OF_TASK[name].items():
+        peak = _PEAK.value or _PEAKS[name]
+        for way in _ways(peak):
             if _WAYS.value and way not in _WAYS.value:
                 continue
+            # Schedules and outer optimizers have a state: anew for each run.
             runs = [
                 run(
                     task,
-                    make_options,
+                    _ways(peak)[way],
                     seed=seed,
-                    rate=_PEAKS[name],
+                    peak=peak,
                     steps=_STEPS.value,
                 )
                 for seed in range(_SEEDS.value)
