@@ -12,8 +12,10 @@ __all__ = [
     "IN_EPOCH",
     "METRICS",
     "NOTHING",
+    "PLANS",
     "STATES",
     "Status",
+    "check_gathers",
     "check_health",
     "check_same",
     "extremes",
@@ -26,8 +28,8 @@ __all__ = [
 # their rounds, with what it has not contributed yet, until they are as far.
 IN_EPOCH, AFTER_EPOCH, AFTER_TRAINING = range(3)
 
-# What workers gather from all of them after a round.
-NOTHING, METRICS, STATES = range(3)
+# What workers gather from all of them, without a round.
+NOTHING, METRICS, PLANS, STATES = range(4)
 
 
 class Status(NamedTuple):
@@ -39,7 +41,7 @@ class Status(NamedTuple):
         num_replicas: Int, its replicas that are not excluded.
         wants_round: Bool, whether the worker asks for a round.
         looks: Bool, whether it asks the schedule.
-        gathers: `NOTHING`, `METRICS` or `STATES`.
+        gathers: `NOTHING`, `METRICS`, `PLANS` or `STATES`.
         learning_rate: Float, that of its replicas. NaN: unknown.
         loss: Float, its mean since the last look.
         loss_weight: Float >= 0, the rows of that mean. 0: unknown.
@@ -107,6 +109,29 @@ _KINDS = (
     *(float, float, float, float, float, float),
     *(int, int, int),
 )
+
+
+def check_gathers(statuses):
+    """Raises a RuntimeError unless workers gather the same at the same time.
+
+    Those that wait for others, done with an epoch, gather nothing.
+
+    Args:
+        statuses: List of `Status`, by rank.
+    """
+    kinds = {
+        rank: status.gathers
+        for rank, status in enumerate(statuses)
+        if status.progress == IN_EPOCH
+    }
+    if len(set(kinds.values())) > 1:
+        gathering = [rank for rank, kind in kinds.items() if kind]
+        raise RuntimeError(
+            "`evaluate` exchanges metrics between workers, so all of them must "
+            "call it after the same step. Received: workers that do so at the "
+            f"same time: {gathering} of {sorted(kinds)}. Call it on every "
+            "worker or use `predict`, which exchanges nothing."
+        )
 
 
 def extremes(statuses, is_floating):

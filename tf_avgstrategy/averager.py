@@ -417,6 +417,14 @@ class ParameterAverager(tf.train.experimental.PythonState):
         """
         self._losses.read_from(function)
 
+    def hold_losses(self):
+        """Is told that `read_losses_from` reads something else for a time."""
+        self._losses.hold()
+
+    def resume_losses(self):
+        """Is told that it reads this training's losses again."""
+        self._losses.resume()
+
     def begin_epoch(self):
         """Is told that the sums of `read_losses_from` have begun anew."""
         self._losses.begin_epoch()
@@ -434,8 +442,8 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
         Args:
             data: Bytes.
-            kind: `agreement.METRICS` or `agreement.STATES`. A worker that is
-                ahead of the others gives b"" or its `replica_state`.
+            kind: `agreement.METRICS`, `PLANS` or `STATES`. A worker that is
+                ahead of the others gives b"", or its `replica_state`.
 
         Returns:
             List of bytes, by rank.

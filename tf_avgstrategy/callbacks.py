@@ -24,8 +24,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
     """Averages parameters and optimizer slots over replicas during `fit`.
 
     Rounds follow steps `period`, `2 * period`, ... of the training. One more,
-    unless no step was made since the last one, comes before whoever looks:
-    validation, the end of an epoch and of `fit`, `ModelCheckpoint` and
+    unless no step was made since the last one, comes before validation, the end
+    of an epoch and of `fit`, and files of `ModelCheckpoint` and
     `BackupAndRestore` with `save_freq=n`. The order of callbacks does not
     matter. A step is a batch, or where the optimizer accumulates gradients, an
     update. Steps are counted from the optimizer's `iterations` on, over several
@@ -322,6 +322,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self._log.write_epoch(epoch, self.averager.steps, logs or {})
 
     def on_test_begin(self, logs=None):
+        if self.model.distribute_strategy.extended.is_observed:
+            return
         # In `fit` validation comes before `on_epoch_end`.
         if self._is_epoch_open:
             self.close_epoch()
@@ -329,7 +331,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self._average_if_stepped()
 
     def on_predict_begin(self, logs=None):
-        self._average_if_stepped()
+        if not self.model.distribute_strategy.extended.is_observed:
+            self._average_if_stepped()
 
     def on_train_end(self, logs=None):
         # Before this hook Keras has overwritten each replica's weights with
@@ -418,8 +421,22 @@ class PeriodicAveraging(keras.callbacks.Callback):
             self._last.on_train_batch_end(None)
 
     def gather_metrics(self, data):
-        """Gathers the bytes of all workers, of those that are done b""."""
+        """Gathers the bytes of all workers, b"" of who waits for others."""
         return self.averager.gather(data, agreement.METRICS)
+
+    def gather_plans(self, data):
+        """Gathers the bytes of all workers that read a dataset in an epoch."""
+        return self.averager.gather(data, agreement.PLANS)
+
+    def hold_losses(self):
+        """Lets metrics be used for something else than this `fit`."""
+        if self.averager is not None:
+            self.averager.hold_losses()
+
+    def resume_losses(self):
+        """Goes on with the losses of this `fit`."""
+        if self.averager is not None:
+            self.averager.resume_losses()
 
     def _num_steps_run(self):
         return self.model.distribute_strategy.training_progress().steps

@@ -1,5 +1,6 @@
 """Independent replicas: what `tf.distribute` asks of the strategy."""
 
+import contextlib
 import threading
 import weakref
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function
 
 from tf_avgstrategy import gradient_exchange
+from tf_avgstrategy import mean_reads
 from tf_avgstrategy import replica_step
 from tf_avgstrategy import sharding
 from tf_avgstrategy import steps_without_rows
@@ -37,10 +39,13 @@ class TrainingProgress(NamedTuple):
     rows: tuple
 
 
-class _Writes(threading.local):
-    """What this thread's step has written. Each replica has a thread."""
+class _Noted(threading.local):
+    """What this thread's step was seen to do. Each replica has a thread."""
 
+    # Written a trainable variable.
     trained = False
+    # Read one of which a gradient may be taken.
+    differentiated = False
 
 
 class IndependentReplicas(mirrored_strategy.MirroredExtended):
@@ -74,6 +79,10 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         # The `PeriodicAveraging` of a `fit` that goes on.
         self.fit_in_progress = None
         self.has_warned_of_no_averaging = False
+        # Whether the user's `evaluate` or `predict` runs, perhaps on this
+        # worker alone.
+        self.is_observed = False
+        self._is_observed_alone = False
         super().__init__(
             container_strategy,
             devices=devices,
@@ -83,7 +92,11 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         self._replicas_of_workers = counts.tolist()
         self._traced_functions = weakref.WeakKeyDictionary()
         self._training_functions = weakref.WeakKeyDictionary()
-        self._writes = _Writes()
+        self._differentiating_functions = weakref.WeakKeyDictionary()
+        self._noted = _Noted()
+        self.mean_reads = mean_reads.MeanReads(
+            len(self._devices), self._host_device
+        )
         owner = weakref.proxy(self)
         self.steps_without_rows = steps_without_rows.StepsWithoutRows(
             lambda *what: owner._container_strategy().run(*what),
@@ -153,6 +166,43 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             # A warm-up that was not over.
             self.exchange.set_global(False)
 
+    @contextlib.contextmanager
+    def observed(self, is_alone=False):
+        """Lets a `fit` that goes on take no notice of what runs within.
+
+        Args:
+            is_alone: Bool, whether other workers may do something else.
+        """
+        # Whatever has written to copies without saying so.
+        self.mean_reads.note_writes()
+        before = self.is_observed, self._is_observed_alone
+        counts_all_runs = bool(self._counts_all_runs.numpy())
+        self.is_observed, self._is_observed_alone = True, is_alone
+        self.count_all_runs(False)
+        in_fit = self.fit_in_progress
+        if in_fit is not None:
+            in_fit.hold_losses()
+        try:
+            yield
+        finally:
+            self.is_observed, self._is_observed_alone = before
+            self.count_all_runs(counts_all_runs)
+            if in_fit is not None:
+                in_fit.resume_losses()
+
+    def split_rows(self, batch):
+        """Returns a batch as each local replica's part of it.
+
+        Args:
+            batch: Nested structure of arrays or tensors with the rows on axis
+                0, or None.
+        """
+        if len(self._devices) == 1:
+            return batch
+        return distribute_utils.regroup(
+            sharding.split(batch, len(self._devices)), always_wrap=True
+        )
+
     def take_part_in_step(self):
         """Takes part in a step of other workers, where data has ended here.
 
@@ -194,8 +244,14 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         return self._first_replica + local_replica_id
 
     def note_write(self, variable):
-        """Remembers that this replica's step writes a trainable variable."""
-        self._writes.trained |= variable.trainable
+        """Is told that this replica's step writes a variable."""
+        self.mean_reads.note_write(variable)
+        self._noted.trained |= variable.trainable
+
+    def read(self, variable, replica_id):
+        """Returns the `tf.Variable` that a replica reads of a variable."""
+        self._noted.differentiated |= mean_reads.is_recorded(variable)
+        return self.mean_reads.read(variable, replica_id)
 
     @property
     def _first_replica(self):
@@ -232,20 +288,36 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
     def _distribute_dataset(self, dataset, options):
         if self.communicator.size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
-        if self.fit_in_progress is not None:
+        if self.fit_in_progress is not None and not self.is_observed:
             # Workers must be at the same place to agree on a dataset.
             self.fit_in_progress.close_epoch()
         sharded = sharding.shard(
             dataset,
             replicas=self._replicas_of_workers,
             rank=self.communicator.rank,
-            agree=lambda values: self.communicator.all_gather(
-                np.array(values, np.int64), "a dataset's plan: "
-            ).tolist(),
+            agree=None if self._is_observed_alone else self._agree,
         )
         return self._distribute_datasets_from_function(
             lambda _: sharded, options
         )
+
+    def _agree(self, values):
+        """Returns the ints that each worker gave, by rank."""
+        values = np.array(values, np.int64)
+        if self.fit_in_progress is None or not self.is_observed:
+            return self.communicator.all_gather(
+                values, "a dataset's plan: "
+            ).tolist()
+        # Within an epoch others may have no data left, and wait for this one.
+        parts = self.fit_in_progress.gather_plans(values.tobytes())
+        if b"" in parts:
+            raise ValueError(
+                "Workers evaluate together, each on its shard. Received: "
+                f"`evaluate` within an epoch for which worker "
+                f"{parts.index(b'')} has no data left. Evaluate at the end of "
+                "the epoch, by `validation_data` or in `on_epoch_end`."
+            )
+        return [np.frombuffer(part, np.int64).tolist() for part in parts]
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         if self.communicator.size == 1:
@@ -286,6 +358,10 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v),
             value,
         )
+
+    def _update(self, var, fn, args, kwargs, group):
+        self.mean_reads.note_writes()
+        return super()._update(var, fn, args, kwargs, group)
 
     def _replica_ctx_update(self, var, fn, args, kwargs, group):
         self.note_write(var)
@@ -363,12 +439,14 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         )
 
         training_specs = []
+        does_train = []
 
         @tf.autograph.experimental.do_not_convert
         def run_replica(*args, **kwargs):
             replica_id = tf.distribute.get_replica_context()._replica_id
             outputs = self._run_and_count(step, replica_id, args, kwargs)
-            if self._writes.trained and replica_id == 0:
+            does_train.append(self._noted.trained or self._noted.differentiated)
+            if self._noted.trained and replica_id == 0:
                 training_specs.append(
                     replica_step.specs_without_rows((args, kwargs))
                 )
@@ -379,30 +457,46 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
                 self._container_strategy(), run_replica, args, kwargs
             )
 
-        if self.exchange is None or tf.executing_eagerly():
-            return run_all()
+        if tf.executing_eagerly():
+            return self.mean_reads.run_eagerly(
+                step.function,
+                replica_step.static_arguments((args, kwargs)),
+                run_all,
+            )
+
+        def trace_all():
+            return self.mean_reads.trace(run_all, lambda: any(does_train))
+
+        if self.exchange is None:
+            return trace_all()
         # In a function of their own, replicas may run side by side.
-        outputs = tf.function(run_all, autograph=False)()
+        outputs = tf.function(trace_all, autograph=False)()
         if training_specs:
             self.steps_without_rows.note(step.given_function, training_specs[0])
         return outputs
 
     def _run_and_count(self, step, replica_id, args, kwargs):
         rows = replica_step.num_rows((args, kwargs))
-        known = self._training_functions.setdefault(step.function, set())
         static = replica_step.static_arguments((args, kwargs))
-        # Writes are not seen again where it calls a `tf.function` that has
-        # been traced.
-        self._writes.trained = static in known
+        # What a function does is not seen again where it calls a
+        # `tf.function` that has been traced.
+        trained = self._training_functions.setdefault(step.function, set())
+        differentiated = self._differentiating_functions.setdefault(
+            step.function, set()
+        )
+        self._noted.trained = static in trained
+        self._noted.differentiated = static in differentiated
         if self.exchange is None:
             outputs = step(replica_id, rows, args, kwargs)
         else:
             with self.exchange.step(replica_id, rows) as exchanging:
                 outputs = step(replica_id, rows, args, kwargs, exchanging)
-        if self._writes.trained:
-            known.add(static)
+        if self._noted.trained:
+            trained.add(static)
+        if self._noted.differentiated:
+            differentiated.add(static)
         with tf.device(self._progress.device):
-            counted = 1 if self._writes.trained else self._counts_all_runs
+            counted = 1 if self._noted.trained else self._counts_all_runs
             update = counted * tf.cast([[1, rows]], tf.int64)
             self._progress.scatter_nd_add([[replica_id]], update)
         return outputs

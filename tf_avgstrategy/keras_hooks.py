@@ -1,9 +1,10 @@
 """Hooks in Keras: what `fit` and `evaluate` do under this library's strategy.
 
 Keras has no callback that sees the arguments of `fit`, nor one that comes
-before an epoch's metrics are computed, and a script that saves at its end does
-so on every worker. Methods of `keras.Model` are wrapped for that, once. Models
-under any other strategy go straight through.
+before an epoch's metrics are computed, a script that saves at its end does so
+on every worker, and `evaluate` within an epoch of `fit` looks like its
+validation. Methods of `keras.Model` are wrapped for that, once. Models under
+any other strategy go straight through.
 """
 
 import functools
@@ -39,6 +40,10 @@ def install():
     _wrap("save_weights", _save)
     _wrap("export", _on_chief)
     _wrap("fit", _fit)
+    _wrap("evaluate", _evaluate)
+    _wrap("predict", _predict)
+    _wrap("test_on_batch", _observe)
+    _wrap("predict_on_batch", _predict_on_batch)
     _wrap("_get_metrics_result_or_logs", _metrics_or_logs)
 
 
@@ -88,6 +93,34 @@ def _fit(original, extended, model, *args, **kwargs):
         averaging[0].leave()
         if is_list:
             given.callbacks = callbacks
+
+
+def _evaluate(original, extended, model, *args, **kwargs):
+    is_validation = kwargs.get("_use_cached_eval_dataset")
+    try:
+        if is_validation:  # It is a part of `fit`.
+            return original(model, *args, **kwargs)
+        return _observe(original, extended, model, *args, **kwargs)
+    finally:
+        extended.mean_reads.free()
+
+
+def _predict(original, extended, model, *args, **kwargs):
+    try:
+        with extended.observed(is_alone=True):
+            return original(model, *args, **kwargs)
+    finally:
+        extended.mean_reads.free()
+
+
+def _predict_on_batch(original, extended, model, x):
+    with extended.observed(is_alone=True):
+        return original(model, extended.split_rows(x))
+
+
+def _observe(original, extended, model, *args, **kwargs):
+    with extended.observed():
+        return original(model, *args, **kwargs)
 
 
 def _saves_here(extended):
@@ -144,7 +177,7 @@ def _warn_without_averaging(extended):
 
 def _metrics_or_logs(original, extended, model, logs):
     in_fit = extended.fit_in_progress
-    if in_fit is not None:
+    if in_fit is not None and not extended.is_observed:
         in_fit.close_epoch()
     if extended.communicator.size == 1 and worker_metrics.reads_sums(model):
         return original(model, logs)

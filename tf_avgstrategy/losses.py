@@ -48,6 +48,18 @@ class LossMeter:
         self._before = now or (0.0, 0.0)
         self._total = self._weight = 0.0
 
+    def hold(self):
+        """Adds up what is read, before something else is read for a time."""
+        now = self._read and self._read()
+        if now is not None:
+            self._total += now[0] - self._before[0]
+            self._weight += now[1] - self._before[1]
+
+    def resume(self):
+        """Goes on reading from what there is now."""
+        now = self._read and self._read()
+        self._before = now or (0.0, 0.0)
+
     def begin_epoch(self):
         """Is told that what is read has begun anew from zero."""
         self._before = (0.0, 0.0)

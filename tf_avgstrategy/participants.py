@@ -22,6 +22,7 @@ from tf_avgstrategy import state
 from tf_avgstrategy import telemetry
 from tf_avgstrategy import timetables
 from tf_avgstrategy import training_counts
+from tf_avgstrategy import variables as replica_variables
 
 __all__ = ["Participant"]
 
@@ -259,8 +260,10 @@ class Participant:
         )
         given_values = dict(zip(sent, values))
         for rule in given:
-            for copy in rule.copies:
-                copy.assign(given_values[id(rule.copies[0])])
+            value = given_values[id(rule.copies[0])]
+            replica_variables.assign_copies(
+                rule.copies, [value] * len(rule.copies)
+            )
         self._make_round([given_values[id(r.copies[0])] for r in travelling])
         self._start_from_chiefs_schedule()
         self.rounds, self.excluded, *counters = chiefs.numpy().tolist()
@@ -294,14 +297,14 @@ class Participant:
             progress: `agreement.IN_EPOCH`, `AFTER_EPOCH` or `AFTER_TRAINING`.
             observed: Dict of what the schedule is to know of this worker:
                 `learning_rate`, `loss`, `loss_weight`, `seconds` of `Status`.
-            give: Function of `agreement.METRICS` or `STATES`, whichever a
-                worker gathers. Returns this worker's bytes.
+            give: Function of what a worker gathers, see `agreement`. Returns
+                this worker's bytes.
             weights: See `ParameterAverager.average`.
             is_forced: Bool, whether to average though there was no step.
             looks: Bool, whether to average if the schedule says so, and only
                 then.
-            gathers: What this worker gathers, `agreement.NOTHING` or see
-                `give`.
+            gathers: What this worker gathers, without a round, or
+                `agreement.NOTHING`.
 
         Returns:
             List of the `Status` of each worker before the round, and list of
@@ -318,7 +321,8 @@ class Participant:
             stepped,
             steps=steps,
             progress=progress,
-            wants_round=is_forced or (any(stepped) and not looks),
+            wants_round=is_forced
+            or (any(stepped) and not looks and gathers == agreement.NOTHING),
             looks=looks,
             gathers=gathers,
             **observed,
@@ -329,6 +333,12 @@ class Participant:
         if not self._has_warned:
             self._has_warned = agreement.warn_of_idle_workers(statuses)
         facts = timetables.facts(statuses, self.steps_per_update)
+        kind = max(status.gathers for status in statuses)
+        if kind != agreement.NOTHING:
+            agreement.check_gathers(statuses)
+            return statuses, self._communicator.all_gather_bytes(
+                give(kind), f"{kind}: "
+            )
         is_asked = any(s.looks for s in statuses)
         # Who waits for others leaves it to their schedule.
         is_forced = any(s.wants_round for s in statuses) and not is_asked
@@ -358,12 +368,7 @@ class Participant:
         if is_forced or is_asked:
             is_round = is_forced or is_scheduled
             self.timetable.advance(facts, is_round, is_scheduled)
-        kind = max(status.gathers for status in statuses)
-        if kind == agreement.NOTHING:
-            return statuses, []
-        return statuses, self._communicator.all_gather_bytes(
-            give(kind), f"{kind}: "
-        )
+        return statuses, []
 
     def average_locally(self, before, after):
         """Averages the replicas of this worker alone, if it is time for that.

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_avgstrategy import mean
+from tf_avgstrategy import variables
 
 __all__ = [
     "as_read",
@@ -119,11 +120,9 @@ def assign_copies(copies, values):
         values: Dict from string to tensor of shape `[R, ...]`.
     """
     for key, of_one in copies.items():
-        if key not in values:
-            continue
-        for copy, value in zip(of_one, tf.unstack(values[key], len(of_one))):
-            with tf.device(copy.device):
-                copy.assign(value)
+        if key in values:
+            own = tf.unstack(values[key], len(of_one))
+            variables.assign_copies(of_one, own)
 
 
 def stacked(copies):

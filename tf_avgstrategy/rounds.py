@@ -205,6 +205,8 @@ class Round:
             write()
         else:
             variables.outside_of_scopes(write)
+        if self._travelling:
+            variables.note_writes(self._travelling[0].copies)
 
     def _run_alone(self, ratios, extremes, anchor, is_elastic, inner_rate):
         sums = self._mean_offsets(ratios, anchor)

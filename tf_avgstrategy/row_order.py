@@ -8,7 +8,7 @@ import tensorflow as tf
 from google.protobuf import message
 from tensorflow.python.data.ops import dataset_ops
 
-__all__ = ["agree_on_order", "walk"]
+__all__ = ["agree_on_order", "check_is_fixed", "walk"]
 
 # The ops that decide an order: which of their inputs are the two seeds, or the
 # number of datasets that are read in turn (by default it is that of CPUs).
@@ -89,6 +89,24 @@ def agree_on_order(dataset, *, agree):
     if any(f[2] for f in found) or len({f[3] for f in found}) > 1:
         return _with_agreed_seeds(dataset, agree)
     return dataset
+
+
+def check_is_fixed(dataset):
+    """Raises a ValueError if a dataset may be read in another order elsewhere.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+    """
+    values, is_sloppy = _order_of(dataset)
+    if is_sloppy or _UNSEEDED in values or _find_shuffled_arrays(dataset):
+        raise ValueError(
+            "`predict` gives each worker the predictions of its part of the "
+            "rows, and exchanges nothing. Received: a dataset that is shuffled "
+            "without a seed, or read in the order in which rows are ready, so "
+            "that each worker would take its part of another order. Pass a "
+            "`seed` to `shuffle` and leave out `deterministic=False`, or set "
+            "`auto_shard_policy` to AutoShardPolicy.OFF to predict all rows."
+        )
 
 
 def walk(dataset, *, into_batches=True):

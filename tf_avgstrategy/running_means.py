@@ -5,6 +5,7 @@ import contextlib
 import tensorflow as tf
 
 from tf_avgstrategy import mean
+from tf_avgstrategy import variables
 
 __all__ = ["RunningMean", "check_decay"]
 
@@ -89,11 +90,12 @@ class RunningMean:
         ]
         try:
             for copies, _, average in held:
-                _assign(copies, [average.read_value()] * len(copies))
+                values = [average.read_value()] * len(copies)
+                variables.assign_copies(copies, values)
             yield
         finally:
             for copies, values, _ in held:
-                _assign(copies, values)
+                variables.assign_copies(copies, values)
 
     def tensors(self):
         """Returns all of it, a dict from string to tensor."""
@@ -120,9 +122,3 @@ def check_decay(decay):
             f"round. Received: decay={decay!r}. Pass None for the mean of all "
             "rounds."
         )
-
-
-def _assign(copies, values):
-    for copy, value in zip(copies, values):
-        with tf.device(copy.device):
-            copy.assign(tf.cast(value, copy.dtype), read_value=False)

@@ -10,7 +10,7 @@ from tensorflow.python.data.experimental.ops import distribute
 
 from tf_avgstrategy import row_order
 
-__all__ = ["shard"]
+__all__ = ["shard", "split"]
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _READER_OPS = {
@@ -56,7 +56,8 @@ def shard(dataset, *, replicas, rank, agree):
         agree: Function that takes a list of ints (int64) and returns the lists
             of all workers by rank. It is called equally often on each worker,
             and not at all if there is one worker, or if there are neither
-            files to deal out nor an order to agree on.
+            files to deal out nor an order to agree on. `None`: this worker
+            reads the dataset alone, for the part that it would get among all.
 
     Returns:
         `tf.data.Dataset` of per-replica batches with the structure and dtypes
@@ -88,6 +89,35 @@ def shard(dataset, *, replicas, rank, agree):
     return parts.prefetch(replicas[rank])
 
 
+def split(batch, num_parts):
+    """Returns the parts of a batch, by the rule that `shard` follows.
+
+    Args:
+        batch: Nested structure of arrays or tensors (dense, ragged or sparse)
+            with the rows on axis 0, or None.
+        num_parts: Int >= 1.
+
+    Returns:
+        List of `num_parts` such structures of tensors. Some may have no rows.
+    """
+    composites = (tf.RaggedTensor, tf.SparseTensor)
+    tensors = [
+        v if v is None or isinstance(v, composites) else tf.convert_to_tensor(v)
+        for v in tf.nest.flatten(batch)
+    ]
+    num_rows = _num_rows(tensors)
+    starts = [
+        _start(num_rows, num_rows, part, num_parts)
+        for part in range(num_parts + 1)
+    ]
+    return [
+        tf.nest.pack_sequence_as(
+            batch, [_rows(v, start, stop) for v in tensors]
+        )
+        for start, stop in zip(starts, starts[1:])
+    ]
+
+
 def _check_batched(element_spec):
     specs = tf.nest.flatten(element_spec)
     tensors = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -112,6 +142,12 @@ def _read_by(dataset, *, num_workers, rank, agree):
         Pair of a dataset of global batches, and of a bool: True if all workers
         read the same batches, each for its part of them.
     """
+    is_alone = agree is None
+    if is_alone:
+
+        def agree(values):
+            return [list(values)] * num_workers
+
     plan = _plan(dataset, num_workers=num_workers, rank=rank)
     by_rows = True
     if num_workers > 1:
@@ -119,6 +155,8 @@ def _read_by(dataset, *, num_workers, rank, agree):
         if by_rows or plan.policy == _Policy.HINT:
             options = tf.data.Options()
             options.deterministic = True
+            if is_alone:
+                row_order.check_is_fixed(dataset)
             dataset = row_order.agree_on_order(dataset, agree=agree)
             dataset = dataset.with_options(options)
             _refuse_shuffled_batches(dataset)
@@ -330,12 +368,9 @@ class _Splitter:
         return self._dataset.flat_map(parts)
 
     def _start(self, num_rows, part):
-        """The row of a batch at which a part starts, int64, at most its end."""
         # A batch that is larger than announced loses no row.
         batch_size = tf.maximum(num_rows, self._batch_size)
-        start = batch_size // self._num_parts * part
-        start += tf.minimum(part, batch_size % self._num_parts)
-        return tf.minimum(start, num_rows)
+        return _start(num_rows, batch_size, part, self._num_parts)
 
     def _part(self, batch, part):
         num_rows = _num_rows(batch)
@@ -348,22 +383,32 @@ class _Splitter:
         )
 
     def _rows(self, value, start, stop):
-        if value is None:
-            return None
-        if isinstance(value, tf.RaggedTensor):
-            return value[start:stop]
-        if isinstance(value, tf.SparseTensor):
-            inner = value.dense_shape[1:]
-            rows = tf.sparse.slice(
-                value,
-                tf.concat([[start], tf.zeros_like(inner)], axis=0),
-                tf.concat([[stop - start], inner], axis=0),
-            )
-        else:
-            rows = value[start:stop]
+        rows = _rows(value, start, stop)
+        if value is None or isinstance(value, tf.RaggedTensor):
+            return rows
         shape = tf.TensorShape([self._part_size]).concatenate(value.shape[1:])
         rows.set_shape(shape)
         return rows
+
+
+def _start(num_rows, batch_size, part, num_parts):
+    """The row of a batch at which a part starts, int64, at most its end."""
+    start = batch_size // num_parts * part
+    start += tf.minimum(tf.cast(part, tf.int64), batch_size % num_parts)
+    return tf.minimum(start, num_rows)
+
+
+def _rows(value, start, stop):
+    if value is None:
+        return None
+    if not isinstance(value, tf.SparseTensor):
+        return value[start:stop]
+    inner = value.dense_shape[1:]
+    return tf.sparse.slice(
+        value,
+        tf.concat([[start], tf.zeros_like(inner)], axis=0),
+        tf.concat([[stop - start], inner], axis=0),
+    )
 
 
 def _num_rows(batch):

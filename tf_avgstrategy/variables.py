@@ -6,6 +6,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.distribute import values_util
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
 
 __all__ = [
@@ -13,8 +14,12 @@ __all__ = [
     "ReplicaSeedVariable",
     "aggregation",
     "all_copies",
+    "assign_copies",
     "as_replica_local",
     "is_seed_name",
+    "make_counter",
+    "note_writes",
+    "of_handle",
     "outside_of_scopes",
     "raw",
     "replica_copies",
@@ -40,6 +45,40 @@ class ReplicaLocalVariable(values.MirroredVariable):
     # What each copy gets in place of the value of a checkpoint that is being
     # restored, a list of tensors.
     restored_copies = None
+    # One `tf.Variable` on the device of each copy, for what is to read the
+    # mean there, or None.
+    means = None
+
+    @property
+    def unique_name(self):
+        """String, that no other variable of the process has."""
+        return self._unique_id
+
+    @property
+    def has_mean(self):
+        """Bool, whether a replica can read the mean in place of its copy."""
+        return self.dtype.is_numpy_compatible and self.dtype != tf.string
+
+    def has_equal_copies(self):
+        """Returns whether all copies have the same value, eagerly."""
+        first, *others = [v.read_value() for v in self._values]
+        return all(bool(tf.reduce_all(first == other)) for other in others)
+
+    def make_means(self):
+        """Makes `means`, which hold nothing yet."""
+        with tf.init_scope():
+            self.means = [_like(copy) for copy in self._values]
+
+    def take_means(self):
+        """Gives `means` the mean of the copies, eagerly or within a graph."""
+        mean = self._mean()
+        for variable in self.means:
+            _put(variable, mean)
+
+    def free_means(self):
+        """Frees what `means` hold. Graphs may still read them, later."""
+        for variable in self.means:
+            _put(variable, tf.zeros([0], self.dtype))
 
     def _serialize_to_tensors(self):
         return {trackable.VARIABLE_VALUE_KEY: self._get()}
@@ -48,9 +87,7 @@ class ReplicaLocalVariable(values.MirroredVariable):
         copies, self.restored_copies = self.restored_copies, None
         if copies is None:
             return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
-        for copy, own in zip(self._values, copies):
-            with tf.device(copy.device):
-                copy.assign(own, read_value=False)
+        assign_copies(self._values, copies)
         return self
 
     def _mean(self):
@@ -80,14 +117,32 @@ class ReplicaLocalVariable(values.MirroredVariable):
 
     def _get(self):
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            return self._mean() if self._is_read_as_mean() else super()._get()
+            if self._is_read_as_mean():
+                return self._mean()
+            read = self._read_in_replica()
+            return super()._get() if read is None else read
+
+    def _read_in_replica(self):
+        """What a replica reads, None where files are written."""
+        replica_id = values_util.get_current_replica_id_as_int()
+        if replica_id is None or values_util.is_saving_non_distributed():
+            return None
+        return self._distribute_strategy.extended.read(self, replica_id)
 
     def _get_cross_replica(self):
         return self._get()
 
     def value(self):
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            return self._mean() if self._is_read_as_mean() else super().value()
+            if self._is_read_as_mean():
+                return self._mean()
+            read = self._read_in_replica()
+            return super().value() if read is None else read.value()
+
+    @property
+    def handle(self):
+        read = self._read_in_replica()
+        return super().handle if read is None else read.handle
 
     def _update_replica(self, update_fn, value, **kwargs):
         self._distribute_strategy.extended.note_write(self)
@@ -101,6 +156,9 @@ class ReplicaSeedVariable(ReplicaLocalVariable):
     Replica r keeps it with r strides added to the seed, so whatever is loaded
     gives every replica its own masks, for any number of replicas.
     """
+
+    # Random numbers differ between replicas whatever is read beside them.
+    has_mean = False
 
     def _mean(self):
         return self._values[0].read_value() - self._offset(0)
@@ -120,6 +178,38 @@ class ReplicaSeedVariable(ReplicaLocalVariable):
         extended = self._distribute_strategy.extended
         stride = seed_offset(extended.global_replica_id(replica_id))
         return tf.constant([stride, 0], self.dtype)
+
+
+def _put(variable, value):
+    """Assigns a value of any shape, for one of no size frees memory."""
+    with tf.device(variable.device):
+        tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=value, validate_shape=False
+        )
+
+
+def _like(copy):
+    """A variable of the shape and dtype of a copy, on its device."""
+    # Scopes of strategies and of `tf.function` have no say in it.
+    with tf.device(copy.device):
+        return resource_variable_ops.UninitializedVariable(
+            trainable=False, shape=copy.shape, dtype=copy.dtype
+        )
+
+
+def make_counter(value, device):
+    """Returns a variable of one int64, whatever scopes are open.
+
+    Args:
+        value: Int.
+        device: String.
+    """
+    with tf.init_scope(), tf.device(device):
+        counter = resource_variable_ops.UninitializedVariable(
+            trainable=False, shape=[], dtype=tf.int64
+        )
+        counter.assign(value)
+    return counter
 
 
 def as_replica_local(variable, *, name):
@@ -147,6 +237,45 @@ def is_seed_name(name):
 def seed_offset(global_replica_id):
     """What is added to a seed on a replica; 0 on the first one."""
     return global_replica_id * _SEED_STRIDE
+
+
+def assign_copies(copies, values):
+    """Assigns each copy of a variable a value of its own.
+
+    Args:
+        copies: Tuple of R `tf.Variable`.
+        values: List of R tensors or arrays.
+    """
+    for copy, value in zip(copies, values):
+        with tf.device(copy.device):
+            copy.assign(tf.cast(value, copy.dtype), read_value=False)
+    note_writes(copies)
+
+
+def note_writes(copies):
+    """Lets replicas know that copies were written, without their knowledge.
+
+    Args:
+        copies: Tuple of `tf.Variable`, those of one variable of a strategy.
+            Writes to others of it may be meant as well.
+    """
+    variable = of_handle(copies[0].handle)
+    if variable is not None:
+        variable.distribute_strategy.extended.mean_reads.note_writes()
+
+
+def of_handle(handle):
+    """Returns the `ReplicaLocalVariable` one of whose copies has a handle.
+
+    Args:
+        handle: Resource tensor, not of a graph.
+
+    Returns:
+        The variable, or None if it is not replica-local.
+    """
+    container = getattr(handle, "_distributed_container", None)
+    variable = container and container()
+    return variable if isinstance(variable, ReplicaLocalVariable) else None
 
 
 def outside_of_scopes(function):

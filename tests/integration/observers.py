@@ -442,3 +442,54 @@ def restore_within_a_period(folder, stop):
     run(*restored, stop, 7)
     bits = [scenarios.weights_of(model) for model, _ in (straight, restored)]
     return bits[0] == bits[1], restored[1].steps, restored[1].rounds
+
+
+def look_within_an_epoch(who, steps_of_worker=(8, 8)):
+    """T1 with period 4. After step 2 workers predict, then evaluate.
+
+    Args:
+        who: "chief" predicts alone, "all" do, "alone" evaluates on the chief
+            alone, "as ready" predict rows in the order in which they are ready.
+        steps_of_worker: The batches that each worker has.
+    """
+    strategy = scenarios.make_strategy()
+    rank = strategy.communicator.rank
+    with strategy.scope():
+        model = toys.slope_model()
+    x = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
+    seen = {}
+
+    def look(batch, logs):
+        if batch != 1:
+            return
+        if who == "all" or (who == "chief" and rank == 0):
+            seen["predicted"] = model.predict(x, verbose=0).ravel().tolist()
+            seen["on_batch"] = model.predict_on_batch(x).ravel().tolist()
+        if who == "as ready":
+            rows = tf.data.Dataset.from_tensor_slices(x).map(
+                abs, num_parallel_calls=2, deterministic=False
+            )
+            model.predict(rows.batch(4), verbose=0)
+        if who == "all" or (who == "alone" and rank == 0):
+            seen["loss"] = model.evaluate(x, 0 * x, batch_size=4, verbose=0)
+
+    row = [toys.ROW_A, toys.ROW_B][rank]
+    own = toys.slope_rows(steps_of_worker[rank], [row])
+    averaging = avg.PeriodicAveraging(4)
+    try:
+        scenarios.toys_fit(
+            model,
+            own_dataset(strategy, *own, 1),
+            callbacks=[
+                averaging,
+                keras.callbacks.LambdaCallback(on_train_batch_end=look),
+            ],
+        )
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return {
+        **seen,
+        "weight": toys.weight(model),
+        "rounds": averaging.averager.rounds,
+        "steps": averaging.averager.steps,
+    }

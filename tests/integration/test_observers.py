@@ -134,3 +134,51 @@ def test_metrics_are_exchanged_once_an_epoch(pool):
 def test_ckpt_05_each_worker_restores_its_replicas(some_pool, stop, tmp_path):
     run = "observers:restore_within_a_period"
     assert some_pool.run(run, str(tmp_path), stop) == [(True, 7, 2)] * 2
+
+
+def test_looks_within_an_epoch_are_no_rounds(some_pool):
+    """One worker alone may predict; all together may evaluate."""
+    run = "observers:look_within_an_epoch"
+    untouched = some_pool.run(run, "nobody")
+    expected = {
+        "weight": (4.6328125 * 0.75**4 + 8) / 2,
+        "rounds": 2,
+        "steps": 8,
+    }
+    assert untouched == [expected] * 2
+    chief, other = some_pool.run(run, "chief")
+    # Its two rows of four, and all four, by its own weight: 4 * 0.75**2.
+    assert chief == {
+        **expected,
+        "predicted": [2.25, 4.5],
+        "on_batch": [2.25, 4.5, 6.75, 9],
+    }
+    assert other == expected
+    chief, other = some_pool.run(run, "all")
+    assert chief["predicted"] == [2.25, 4.5]
+    assert other["predicted"] == [24, 32]
+    # Each worker's rows by its weights, which are 2.25 and 8.
+    loss = (2.25**2 * (1 + 4) + 8**2 * (9 + 16)) / 4
+    assert chief["loss"] == other["loss"] == loss
+    for found in (chief, other):
+        assert {key: found[key] for key in expected} == expected
+
+
+def test_a_look_within_an_epoch_that_cannot_be(some_pool):
+    run = "observers:look_within_an_epoch"
+    for error in some_pool.run(run, "alone"):
+        assert "workers that do so at the same time: [0] of [0, 1]" in error
+    for error in some_pool.run(run, "as ready"):
+        assert "`predict` gives each worker the predictions of its" in error
+
+
+def test_evaluate_where_a_worker_has_no_data_left(some_pool):
+    """It waits for the others, which see what they have."""
+    run = "observers:look_within_an_epoch"
+    chief, other = some_pool.run(run, "all", (8, 1))
+    assert chief["predicted"] == [2.25, 4.5]
+    assert "predicted" not in other
+    # The chief's rows alone.
+    assert chief["loss"] == 2.25**2 * (1 + 4) / 2
+    assert chief["weight"] == other["weight"]
+    assert chief["rounds"] == other["rounds"] == 2
