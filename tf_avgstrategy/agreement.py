@@ -55,6 +55,7 @@ class Status(NamedTuple):
         fragments: Float64 array of shape `[F, 2]`. Of each fragment: what the
             replicas that are not excluded weigh together, and the training
             steps since it travelled.
+        first_batch: Int64 vector, see `fingerprints.FirstBatch`.
         extremes: Int64 array of shape `[A, 2]`, the smallest and largest value
             on its replicas of each variable on which replicas must agree. Of
             floating point variables it contains float64 numbers.
@@ -76,6 +77,7 @@ class Status(NamedTuple):
     sick_variable: int
     num_excluded: int
     fragments: np.ndarray
+    first_batch: np.ndarray
     extremes: np.ndarray
 
     @property
@@ -87,19 +89,23 @@ class Status(NamedTuple):
         """Returns the list of all workers' `Status`, by rank."""
         numbers = np.array(self[: len(_KINDS)], np.float64)
         floats = np.concatenate([numbers, self.fragments.ravel()])
-        row = np.concatenate([floats.view(np.int64), self.extremes.ravel()])
+        parts = [floats.view(np.int64), self.first_batch, self.extremes.ravel()]
+        ends = np.cumsum([len(part) for part in parts])
         return [
-            _status(row, len(floats))
-            for row in communicator.all_gather(row, "a round: ")
+            _status(*np.split(row, ends[:-1]))
+            for row in communicator.all_gather(
+                np.concatenate(parts), "a round: "
+            )
         ]
 
 
-def _status(row, num_floats):
-    floats = row[:num_floats].view(np.float64)
+def _status(numbers, first_batch, extremes):
+    floats = numbers.view(np.float64)
     return Status(
         *(kind(number) for kind, number in zip(_KINDS, floats)),
         fragments=floats[len(_KINDS) :].reshape(-1, 2),
-        extremes=row[num_floats:].reshape(-1, 2),
+        first_batch=first_batch,
+        extremes=extremes.reshape(-1, 2),
     )
 
 

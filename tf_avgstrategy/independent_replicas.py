@@ -15,6 +15,7 @@ from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import def_function
 
+from tf_avgstrategy import fingerprints
 from tf_avgstrategy import gradient_exchange
 from tf_avgstrategy import mean_reads
 from tf_avgstrategy import replica_step
@@ -88,6 +89,8 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             devices=devices,
             cross_device_ops=cross_device_ops,
         )
+        # Of what this worker reads.
+        self.first_batch = fingerprints.FirstBatch()
         counts = communicator.all_gather(np.int64(len(self._devices)))
         self._replicas_of_workers = counts.tolist()
         self._traced_functions = weakref.WeakKeyDictionary()
@@ -296,6 +299,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             replicas=self._replicas_of_workers,
             rank=self.communicator.rank,
             agree=None if self._is_observed_alone else self._agree,
+            watch=self.first_batch.watch,
         )
         return self._distribute_datasets_from_function(
             lambda _: sharded, options
@@ -310,14 +314,10 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             ).tolist()
         # Within an epoch others may have no data left, and wait for this one.
         parts = self.fit_in_progress.gather_plans(values.tobytes())
-        if b"" in parts:
-            raise ValueError(
-                "Workers evaluate together, each on its shard. Received: "
-                f"`evaluate` within an epoch for which worker "
-                f"{parts.index(b'')} has no data left. Evaluate at the end of "
-                "the epoch, by `validation_data` or in `on_epoch_end`."
-            )
-        return [np.frombuffer(part, np.int64).tolist() for part in parts]
+        given = next(part for part in parts if part)
+        return [
+            np.frombuffer(part or given, np.int64).tolist() for part in parts
+        ]
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         if self.communicator.size == 1:

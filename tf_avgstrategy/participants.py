@@ -10,6 +10,7 @@ from absl import logging
 from tf_avgstrategy import agreement
 from tf_avgstrategy import buckets
 from tf_avgstrategy import communicators
+from tf_avgstrategy import fingerprints
 from tf_avgstrategy import fragmented_rounds
 from tf_avgstrategy import fragments
 from tf_avgstrategy import mean
@@ -329,6 +330,7 @@ class Participant:
         )
         with watch.exchange():
             statuses = status.exchange(self._communicator)
+        fingerprints.check_first_batches([s.first_batch for s in statuses])
         self.recorder.meet(statuses)
         if not self._has_warned:
             self._has_warned = agreement.warn_of_idle_workers(statuses)
@@ -473,6 +475,7 @@ class Participant:
             divergence=self.recorder.divergence,
             drift=whole.drift() if self._settings.schedule.needs_drift else 0.0,
             fragments=np.stack([weights, stepped], axis=1).astype(np.float64),
+            first_batch=self._strategy.extended.first_batch.of_last_iterator(),
             extremes=extremes,
             **what,
         )

@@ -8,7 +8,7 @@ import tensorflow as tf
 from google.protobuf import message
 from tensorflow.python.data.ops import dataset_ops
 
-__all__ = ["agree_on_order", "check_is_fixed", "walk"]
+__all__ = ["ORDER_OPS", "agree_on_order", "check_is_fixed", "walk"]
 
 # The ops that decide an order: which of their inputs are the two seeds, or the
 # number of datasets that are read in turn (by default it is that of CPUs).
@@ -23,6 +23,7 @@ _ORDER_INPUTS = {
     "ShuffleDataset": (2, 3),
     "ShuffleDatasetV3": (2, 3),
 }
+ORDER_OPS = frozenset(_ORDER_INPUTS)
 # The generator that draws a pair of seeds for each epoch from the two.
 _GENERATOR_INPUTS = {
     "RandomDatasetV2": 2,

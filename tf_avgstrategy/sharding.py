@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
+from tf_avgstrategy import fingerprints
 from tf_avgstrategy import row_order
 
 __all__ = ["shard", "split"]
@@ -26,7 +27,7 @@ _READER_OPS = {
 _UNKNOWN = -1
 
 
-def shard(dataset, *, replicas, rank, agree):
+def shard(dataset, *, replicas, rank, agree, watch=None):
     """Returns the batches of this worker's replicas.
 
     The dataset's own batches are global: each is meant for all replicas of all
@@ -45,7 +46,9 @@ def shard(dataset, *, replicas, rank, agree):
       `tf.data.experimental.SHARD_HINT` says what is dealt out.
 
     Under DATA and HINT all workers read in the same order, see
-    `row_order.agree_on_order`. Under HINT that counts up to the hint.
+    `row_order.agree_on_order`. Under HINT that counts up to the hint. Under all
+    but OFF they compare what their datasets are made of, see
+    `fingerprints.of_dataset`.
 
     Args:
         dataset: `tf.data.Dataset` of global batches: a nested structure of
@@ -55,9 +58,10 @@ def shard(dataset, *, replicas, rank, agree):
         rank: Int, this worker.
         agree: Function that takes a list of ints (int64) and returns the lists
             of all workers by rank. It is called equally often on each worker,
-            and not at all if there is one worker, or if there are neither
-            files to deal out nor an order to agree on. `None`: this worker
-            reads the dataset alone, for the part that it would get among all.
+            and not at all if there is one worker. `None`: this worker reads the
+            dataset alone, for the part that it would get among all.
+        watch: Function that takes a dataset and returns it so that what is read
+            can be compared later. It is called where rows come from Python.
 
     Returns:
         `tf.data.Dataset` of per-replica batches with the structure and dtypes
@@ -66,13 +70,18 @@ def shard(dataset, *, replicas, rank, agree):
 
     Raises:
         ValueError: If the dataset is not batched, if workers differ in what
-            they are asked to shard, if there are too few files under FILE, if
-            a function after `batch` shuffles a batch in a way that differs
-            between workers, or from `row_order.agree_on_order`.
+            they are asked to shard or what that is made of, if there are too
+            few files under FILE, if a function after `batch` shuffles a batch
+            in a way that differs between workers, or from
+            `row_order.agree_on_order`.
     """
     _check_batched(dataset.element_spec)
     dataset, by_rows = _read_by(
-        dataset, num_workers=len(replicas), rank=rank, agree=agree
+        dataset,
+        num_workers=len(replicas),
+        rank=rank,
+        agree=agree,
+        watch=watch,
     )
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.OFF:
@@ -135,7 +144,7 @@ def _check_batched(element_spec):
     )
 
 
-def _read_by(dataset, *, num_workers, rank, agree):
+def _read_by(dataset, *, num_workers, rank, agree, watch):
     """Returns what a worker reads, and whether it keeps its rows alone.
 
     Returns:
@@ -151,7 +160,8 @@ def _read_by(dataset, *, num_workers, rank, agree):
     plan = _plan(dataset, num_workers=num_workers, rank=rank)
     by_rows = True
     if num_workers > 1:
-        by_rows = _agreed_by_rows(plan, num_workers, agree)
+        found = _agreed_fingerprints(dataset, plan, agree)
+        by_rows = _is_by_rows(plan, num_workers)
         if by_rows or plan.policy == _Policy.HINT:
             options = tf.data.Options()
             options.deterministic = True
@@ -160,6 +170,9 @@ def _read_by(dataset, *, num_workers, rank, agree):
             dataset = row_order.agree_on_order(dataset, agree=agree)
             dataset = dataset.with_options(options)
             _refuse_shuffled_batches(dataset)
+        is_known = all(fingerprint.is_known for fingerprint in found)
+        if by_rows and not is_known and watch is not None and not is_alone:
+            dataset = watch(dataset)
     if plan.policy == _Policy.HINT:
         dataset = distribute._AutoShardDataset(dataset, num_workers, rank)
     return (dataset if by_rows else plan.own_files or dataset), by_rows
@@ -220,14 +233,26 @@ def _plan(dataset, *, num_workers, rank):
     return _Plan(policy, num_files, own_files)
 
 
-def _agreed_by_rows(plan, num_workers, agree):
+def _agreed_fingerprints(dataset, plan, agree):
+    """Returns the `Fingerprint` of each worker's dataset, by rank."""
+    own = fingerprints.of_dataset(dataset)
+    found = agree(
+        [plan.policy.value, plan.num_files, plan.own_files is not None, *own]
+    )
+    _check_same([f[:3] for f in found])
+    prints = [fingerprints.Fingerprint(*f[3:]) for f in found]
+    if plan.policy != _Policy.OFF:
+        fingerprints.check_same(prints)
+    return prints
+
+
+def _is_by_rows(plan, num_workers):
     """Whether rows are kept rather than files dealt out, on all workers."""
     policy, num_files, own_files = plan
     if policy in (_Policy.AUTO, _Policy.DATA) and num_files == _UNKNOWN:
         return True
-    if policy == _Policy.OFF:
+    if policy in (_Policy.OFF, _Policy.HINT):
         return False
-    _check_same(agree([policy.value, num_files, own_files is not None]))
     is_short = 0 <= num_files < num_workers
     if policy == _Policy.FILE and (is_short or own_files is None):
         raise ValueError(

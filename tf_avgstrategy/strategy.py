@@ -7,6 +7,7 @@ from tensorflow.python.ops import control_flow_util
 from tf_avgstrategy import gradient_exchange
 from tf_avgstrategy import independent_replicas
 from tf_avgstrategy import keras_hooks
+from tf_avgstrategy import seeds
 from tf_avgstrategy import startup
 
 __all__ = ["ParameterAveragingStrategy"]
@@ -113,6 +114,7 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         )
         # Not MirroredStrategy.__init__, which makes a MirroredExtended.
         tf.distribute.Strategy.__init__(self, extended)
+        seeds.agree_on_seeds(communicator)
         keras_hooks.install()
         gradient_exchange.install()
         logging.info("%s", self.describe())

@@ -36,12 +36,19 @@ def pool(pools, communicator):
 
 
 @pytest.fixture
-def some_pool(pools, request):
-    """Two workers by one of the communicators, which the test's name chooses.
+def some_pools(pools, request):
+    """As `pools`, by a communicator that the test's name chooses.
 
     For what lies above communicators: that these do the same has its own tests.
     """
     known = ["collective"]
     if processes.HAS_HOROVOD:
         known.append("horovod")
-    return pools(2, random.Random(request.node.name).choice(known))
+    chosen = random.Random(request.node.name).choice(known)
+    return lambda size: pools(size, chosen)
+
+
+@pytest.fixture
+def some_pool(some_pools):
+    """Two workers, see `some_pools`."""
+    return some_pools(2)

@@ -172,6 +172,12 @@ class Job(Workers):
         return codes
 
 
+def _excerpt(text):
+    """What a crash begins with, or how the text ends."""
+    place = text.find("Fatal Python error")
+    return text[-3000:] if place < 0 else text[place : place + 3000]
+
+
 class Pool(Workers):
     """Workers that stay and run one function of `scenarios` after another."""
 
@@ -216,7 +222,7 @@ class Pool(Workers):
                 return self._connections[rank].recv()
         except (EOFError, ConnectionResetError):
             pass
-        texts = "\n\n".join(worker.text()[-3000:] for worker in self.workers)
+        texts = "\n\n".join(_excerpt(w.text()) for w in self.workers)
         raise AssertionError(f"worker {rank} is gone or hangs:\n{texts}")
 
 
