@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "_version": set(),
     "adaptive_schedules": {"schedules"},
     "agreement": set(),
+    "archives": {"file_errors"},
     "averaged_model_checkpoint": {"running_means"},
     "averager": {
         "agreement",
@@ -67,12 +68,13 @@ MAY_IMPORT = {
     "checkpoint_averaging": {
         "batch_norm",
         "checkpoint_files",
+        "file_errors",
         "file_mean",
         "mean",
         "model_files",
         "snapshots",
     },
-    "checkpoint_files": {"snapshots", "variable_rules"},
+    "checkpoint_files": {"file_errors", "snapshots", "variable_rules"},
     "cli": {
         "checkpoint_averaging",
         "doctor",
@@ -92,6 +94,7 @@ MAY_IMPORT = {
         "network_probe",
         "startup",
     },
+    "file_errors": set(),
     "file_mean": set(),
     "fit_callbacks": set(),
     "fragmented_rounds": {
@@ -121,7 +124,12 @@ MAY_IMPORT = {
     "losses": set(),
     "lost_exit": {"communicators"},
     "mean": set(),
-    "model_files": {"snapshots", "variable_rules"},
+    "model_files": {
+        "archives",
+        "file_errors",
+        "snapshots",
+        "variable_rules",
+    },
     "network_probe": {"buckets"},
     "optimizer_parts": {"variables"},
     "outer_optimizers": {"mean", "optimizer_parts", "variables"},
