@@ -103,6 +103,7 @@ MAY_IMPORT = {
         "state",
     },
     "fragments": {"buckets", "rounds", "schedules"},
+    "hdf5_checks": set(),
     "horovod_build": set(),
     "horovod_communicator": {
         "communicators",
@@ -127,6 +128,7 @@ MAY_IMPORT = {
     "model_files": {
         "archives",
         "file_errors",
+        "hdf5_checks",
         "snapshots",
         "variable_rules",
     },

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_avgstrategy import archives
 from tf_avgstrategy import file_errors
+from tf_avgstrategy import hdf5_checks
 from tf_avgstrategy import snapshots
 from tf_avgstrategy import variable_rules
 
@@ -27,8 +28,6 @@ _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"
 # Bytes. Configs of large models have a few millions.
 _LARGEST_CONFIG = 2**26
-# Of HDF5's filters deflate packs most tightly: https://zlib.net/zlib_tech.html.
-_LARGEST_RATIO = 1032
 _BFLOAT16_STORED = np.dtype("V2")
 # Elements that are read at once, 4 MB of float32.
 _PART_ELEMENTS = 2**20
@@ -58,8 +57,9 @@ class HDF5File:
         with self._stack as stack:
             source, batch_norms = self._open(stack)
             with file_errors.reading(path, self.expected):
+                hdf5_checks.check_heaps(source)
                 self._file = stack.enter_context(h5py.File(source, "r"))
-                _check_storage(self._file)
+                hdf5_checks.check(self._file)
                 self._find(batch_norms)
             self._stack = stack.pop_all()
 
@@ -113,38 +113,6 @@ class HDF5File:
         with file_errors.reading(self.path, self.expected):
             value = self._file[name][part]
         return _as_array(value, self.variables[name].dtype)
-
-
-def _check_storage(file):
-    """Refuses what is elsewhere, and what is said to be but is not there."""
-    left = file.id.get_filesize()
-
-    def check_link(name, link):
-        if link.type not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
-            raise ValueError(f"{name.decode()!r} lies in another file")
-
-    def check_item(name, item):
-        nonlocal left
-        if isinstance(item, h5py.Dataset):
-            _check_dataset(name, item)
-            left -= item.id.get_storage_size()
-            if left < 0:
-                raise ValueError("its datasets are larger than the file")
-
-    file.id.links.visit(check_link, info=True)
-    file.visititems(check_item)
-
-
-def _check_dataset(name, dataset):
-    layout = dataset.id.get_create_plist()
-    if dataset.is_virtual or layout.get_external_count():
-        raise ValueError(f"{name!r} has its values in another file")
-    ratio = _LARGEST_RATIO if layout.get_nfilters() else 1
-    stored = dataset.id.get_storage_size()
-    if dataset.nbytes > ratio * stored:
-        raise ValueError(
-            f"{name!r} cannot have {dataset.nbytes} bytes, stored in {stored}"
-        )
 
 
 def _dtype(dataset):
