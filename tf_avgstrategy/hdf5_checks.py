@@ -10,9 +10,6 @@ __all__ = ["check", "check_heaps"]
 
 # Of HDF5's filters deflate packs most tightly: https://zlib.net/zlib_tech.html.
 _LARGEST_RATIO = 1032
-# A link takes more bytes of a file, and groups are not nested deeper.
-_LINK_BYTES = 16
-_DEEPEST = 64
 # A collection of strings: signature, version, reserved bytes, size of it all;
 # in it objects of index, references, reserved bytes, size, and the bytes.
 _HEAP = struct.Struct("<4sB3sQ")
@@ -29,23 +26,17 @@ def check(file):
         file: `h5py.File`.
 
     Raises:
-        ValueError: If a link leads to another file or in a circle, or if a
-            dataset is elsewhere, larger than what is stored of it, or of a type
-            that would have to be converted. If addresses have other lengths
-            than h5py gives them.
+        ValueError: If a link leads to another file, if a dataset is elsewhere,
+            larger than what is stored of it, or of a type that would have to be
+            converted, or if addresses have other lengths than h5py gives them.
     """
     if file.id.get_create_plist().get_sizes() != (8, 8):
         raise ValueError("its addresses and sizes do not have 8 bytes")
-    size = left = file.id.get_filesize()
-    count = 0
-
-    def check_link(name, link):
-        nonlocal count
-        count += 1
-        if link.type not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
-            raise ValueError(f"{name.decode()!r} is a link to another file")
-        if count * _LINK_BYTES > size or name.count(b"/") > _DEEPEST:
-            raise ValueError("it has groups that hold each other")
+    # h5py does not let errors out of this one.
+    link = file.id.links.visit(_elsewhere, info=True)
+    if link is not None:
+        raise ValueError(f"{link!r} is a link to another file")
+    left = file.id.get_filesize()
 
     def check_item(name, item):
         nonlocal left
@@ -55,8 +46,12 @@ def check(file):
             if left < 0:
                 raise ValueError("its datasets are larger than the file")
 
-    file.id.links.visit(check_link, info=True)
     file.visititems(check_item)
+
+
+def _elsewhere(name, link):
+    is_here = link.type in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT)
+    return None if is_here else name.decode()
 
 
 def _check_dataset(name, dataset):

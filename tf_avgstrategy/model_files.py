@@ -84,7 +84,7 @@ class HDF5File:
 
         self._file.visititems(visit)
         for folder, found in groups.items():
-            name = str(self._file[folder or "/"].attrs.get("name", ""))
+            name = _text(self._file[folder or "/"], "name")
             path = folder.removesuffix("/vars")
             if "optimizer" in path:
                 self.makers[path] = name.rstrip("0123456789").rstrip("_")
@@ -115,8 +115,17 @@ class HDF5File:
         return _as_array(value, self.variables[name].dtype)
 
 
+def _text(item, name):
+    """Returns a string that an HDF5 object has as attribute, or ""."""
+    if name not in item.attrs:
+        return ""
+    if item.attrs.get_id(name).shape != ():
+        raise ValueError(f"{item.name!r} has several for a {name}")
+    return str(item.attrs[name])
+
+
 def _dtype(dataset):
-    if dataset.attrs.get("dtype") == "bfloat16":
+    if _text(dataset, "dtype") == "bfloat16":
         if dataset.dtype != _BFLOAT16_STORED:
             raise ValueError(
                 f"{dataset.name!r} has {dataset.dtype} in bfloat16"
