@@ -11,7 +11,7 @@ import zlib
 import tensorflow as tf
 from google.protobuf import message
 
-__all__ = ["changing", "check_room", "copy", "pieces", "reading", "writing"]
+__all__ = ["check_room", "copy", "pieces", "reading", "writing"]
 
 # What Python, HDF5, TensorFlow and protocol buffers raise for bytes that make
 # no sense. Kinds of Python's own come from h5py and zipfile as well.
@@ -49,34 +49,10 @@ def reading(path, expected):
     try:
         yield
     except _DAMAGE as error:
-        raise _damaged(path, expected, error) from error
-
-
-@contextlib.contextmanager
-def changing(path, expected):
-    """Is `reading` for changes of a copy, but for what the system refuses.
-
-    Args:
-        path: String, that of the file that was copied.
-        expected: See `reading`.
-
-    Raises:
-        ValueError: If it has damage that shows when the copy is changed.
-        OSError: With an `errno`, if the copy cannot be written.
-    """
-    try:
-        yield
-    except _DAMAGE as error:
-        if getattr(error, "errno", None):
-            raise
-        raise _damaged(path, expected, error) from error
-
-
-def _damaged(path, expected, error):
-    return ValueError(
-        f"{expected}, and whole. Received: {path!r} ({_on_one_line(error)}). "
-        "Copy or save it again, or leave it out."
-    )
+        raise ValueError(
+            f"{expected}, and whole. Received: {path!r} "
+            f"({_on_one_line(error)}). Copy or save it again, or leave it out."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -93,10 +69,12 @@ def writing(path):
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
+        # What Python says begins with the number, which is said already.
+        reason = getattr(error, "strerror", None) or _on_one_line(error)
         raise OSError(
             _number(error),
             "Files must be written whole. Received: "
-            f"{str(path)!r} ({_on_one_line(error)}). Nothing of it is left, "
+            f"{str(path)!r} ({reason}). Nothing of it is left, "
             "and what was there before is. Make room or get permission there, "
             "or write elsewhere.",
         ) from error

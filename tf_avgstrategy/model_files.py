@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import zipfile
 
@@ -247,26 +248,68 @@ class _HDF5Copy:
 
     holds_first = True
 
-    def __init__(self, file, first):
-        self._file, self._first = file, first
+    def __init__(self, first, written):
+        self._first, self._written = first, written
+        # It has whatever damage its source has.
+        with file_errors.reading(first.path, first.expected):
+            self._file = h5py.File(written, "r+")
 
     def write(self, name, part, value):
         """Replaces a part of a variable."""
-        with file_errors.changing(self._first.path, self._first.expected):
+        with file_errors.reading(self._first.path, self._first.expected):
             dataset = self._file[name]
             dataset[part] = np.asarray(value).view(dataset.dtype)
+        self._written.check()
+
+    def close(self):
+        """Completes the file."""
+        with file_errors.reading(self._first.path, self._first.expected):
+            self._file.close()
+        self._written.check()
+
+
+class _WrittenFile(io.FileIO):
+    """A file whose first error waits for `check`.
+
+    HDF5 1.14 ends the process when it closes a file that could not be written.
+    """
+
+    def __init__(self, path):
+        super().__init__(path, "r+b")
+        self._error = None
+
+    def write(self, data):
+        """Writes all, or nothing more once something could not be written."""
+        left = memoryview(data).cast("B")
+        try:
+            while len(left) and self._error is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self._error = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size=None):
+        """Gives the file its size, or keeps the error."""
+        try:
+            super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+        return size
+
+    def check(self):
+        """Raises the error, if there was one."""
+        if self._error is not None:
+            raise self._error
 
 
 @contextlib.contextmanager
 def _changeable(first, path):
-    """Yields the copy at a path, which has whatever damage its source has."""
-    with file_errors.changing(first.path, first.expected):
-        file = h5py.File(path, "r+")
-    try:
-        yield _HDF5Copy(file, first)
-    finally:
-        with file_errors.changing(first.path, first.expected):
-            file.close()
+    with _WrittenFile(path) as written:
+        copy = _HDF5Copy(first, written)
+        try:
+            yield copy
+        finally:
+            copy.close()
 
 
 @contextlib.contextmanager
