@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "_version": set(),
     "adaptive_schedules": {"schedules"},
     "agreement": set(),
+    "archives": {"file_errors"},
     "averaged_model_checkpoint": {"running_means"},
     "averager": {
         "agreement",
@@ -67,12 +68,13 @@ MAY_IMPORT = {
     "checkpoint_averaging": {
         "batch_norm",
         "checkpoint_files",
+        "file_errors",
         "file_mean",
         "mean",
         "model_files",
         "snapshots",
     },
-    "checkpoint_files": {"snapshots", "variable_rules"},
+    "checkpoint_files": {"file_errors", "snapshots", "variable_rules"},
     "cli": {
         "checkpoint_averaging",
         "doctor",
@@ -92,6 +94,7 @@ MAY_IMPORT = {
         "network_probe",
         "startup",
     },
+    "file_errors": set(),
     "file_mean": set(),
     "fit_callbacks": set(),
     "fragmented_rounds": {
@@ -101,6 +104,7 @@ MAY_IMPORT = {
     },
     "fingerprints": {"row_order"},
     "fragments": {"buckets", "rounds", "schedules"},
+    "hdf5_checks": set(),
     "horovod_build": set(),
     "horovod_communicator": {
         "communicators",
@@ -125,7 +129,13 @@ MAY_IMPORT = {
     "lost_exit": {"communicators"},
     "mean": set(),
     "mean_reads": {"variables"},
-    "model_files": {"snapshots", "variable_rules"},
+    "model_files": {
+        "archives",
+        "file_errors",
+        "hdf5_checks",
+        "snapshots",
+        "variable_rules",
+    },
     "network_probe": {"buckets"},
     "optimizer_parts": {"variables"},
     "outer_optimizers": {"mean", "optimizer_parts", "variables"},

@@ -9,6 +9,7 @@ import keras
 
 from tf_avgstrategy import batch_norm
 from tf_avgstrategy import checkpoint_files
+from tf_avgstrategy import file_errors
 from tf_avgstrategy import file_mean
 from tf_avgstrategy import mean
 from tf_avgstrategy import model_files
@@ -81,8 +82,11 @@ def average_models(
     Raises:
         ValueError: If there is no model, the models are of several kinds, do
             not exist, are not built, or their variables differ, if a value is
-            not finite, if the weights do not fit, or if `output` is missing or
-            of another kind.
+            not finite, if the weights do not fit, if a file is damaged or made
+            to do harm, or if `output` is missing, of another kind, or in a
+            place where it would destroy a model.
+        OSError: If the output cannot be written, such as to a full disk. Then
+            nothing of it is left.
 
     References:
         Izmailov et al., Averaging Weights Leads to Wider Optima and Better
@@ -140,16 +144,24 @@ def _average_in_memory(models, weights, output, dataset, custom_objects):
     if dataset is not None:
         batch_norm.refresh(result, dataset)
     if output is not None:
-        with snapshots.whole_file(output) as unfinished:
-            keras.saving.save_model(result, unfinished)
+        _save(result, output)
     return result
+
+
+def _save(model, output):
+    with (
+        file_errors.writing(output),
+        snapshots.whole_file(output) as unfinished,
+    ):
+        keras.saving.save_model(model, unfinished)
 
 
 def _clone(model, custom_objects):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.keras"
         # Not `model.save`, which does nothing on workers that do not write.
-        keras.saving.save_model(model, path)
+        with file_errors.writing(path):
+            keras.saving.save_model(model, path)
         # It is the caller's own, so it is safe.
         return keras.models.load_model(path, custom_objects, safe_mode=False)
 
@@ -159,6 +171,7 @@ def _average_files(paths, weights, output, dataset, custom_objects):
     paths = [str(path) for path in paths]
     if output is not None:
         _check_output(output, kind)
+        _check_is_apart(output, paths, kind)
     elif kind != ".keras":
         raise ValueError(
             f"`output` must be given for a {kind}: only `.keras` files hold "
@@ -181,8 +194,7 @@ def _average_files(paths, weights, output, dataset, custom_objects):
         batch_norm.refresh(result, dataset)
     if output is None:
         return result
-    with snapshots.whole_file(output) as unfinished:
-        keras.saving.save_model(result, unfinished)
+    _save(result, output)
     return None
 
 
@@ -233,15 +245,34 @@ def _check_output(output, kind):
             f"`output` must be the name of a {kind}, as the models are. "
             f"Received: output={str(output)!r}. Change its end."
         )
-    is_other_folder = output.is_dir() and not (
-        kind == "SavedModel" and (output / "saved_model.pb").exists()
-    )
-    if is_other_folder or not output.absolute().parent.is_dir():
+    if kind == "SavedModel":
+        is_taken = output.exists() and not (output / "saved_model.pb").exists()
+    else:
+        is_taken = output.is_dir()
+    if is_taken or not output.absolute().parent.is_dir():
         raise ValueError(
             f"`output` must be a free name for a {kind} in a folder that "
             f"exists. Received: output={str(output)!r}. Make its folder, or "
             "name a file in it."
         )
+
+
+def _check_is_apart(output, paths, kind):
+    """Refuses an output that is not one of the models, but within or around."""
+    output = pathlib.Path(output)
+    place = output.parent.resolve() / output.name
+    removed = snapshots.path_of_unfinished(place)
+    for path in paths:
+        resolved = pathlib.Path(path).resolve()
+        is_in_output = {place, output.resolve(), removed} & {*resolved.parents}
+        is_around = kind == "SavedModel" and resolved in place.parents
+        if is_in_output or is_around:
+            raise ValueError(
+                "`output` must be one of the models or apart from them: what "
+                f"is there, and in {removed.name!r} beside it, is removed. "
+                f"Received: output={str(output)!r} and the model {path!r}. "
+                "Choose another name, or move the model."
+            )
 
 
 def _write_file(kind, paths, weights, output):
@@ -252,5 +283,5 @@ def _write_file(kind, paths, weights, output):
             if hasattr(file, "match"):
                 file.match(files[0])
         file_mean.check_same_variables(files)
-        with copy_of(files[0], output) as copy:
+        with file_errors.writing(output), copy_of(files[0], output) as copy:
             file_mean.write_mean(files, weights, copy)

@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
-import os
+import math
 import pathlib
 import re
-import shutil
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
+from tf_avgstrategy import file_errors
 from tf_avgstrategy import snapshots
 from tf_avgstrategy import variable_rules
 
@@ -25,6 +26,9 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 # Keras makes this list of a set: its order means nothing.
 _UNORDERED = "_all_variables/"
+_SAVED_MODEL = "saved_model.pb"
+# That of the values, which the mean has not; it may be missing.
+_FINGERPRINT = "fingerprint.pb"
 # Bytes of variables that are held until they are written.
 _BYTES_HELD = 2**24
 
@@ -37,30 +41,32 @@ class CheckpointFile:
 
     Attributes:
         path: String.
+        expected: String, the sentence that says what it must be.
         prefix: String.
         variables: Dict from name, without what all keys end with, to
             `SavedVariable`.
         makers: Empty dict: a checkpoint does not say which optimizer it is of.
+
+    Raises:
+        ValueError: If it is damaged, which `read` may find as well.
     """
+
+    expected = "A checkpoint must be one that TensorFlow wrote"
 
     def __init__(self, path):
         self.path = path
         self.makers = {}
         self.prefix = self._prefix()
-        try:
+        with file_errors.reading(path, self.expected):
             self._reader = tf.train.load_checkpoint(self.prefix)
-        except (tf.errors.OpError, ValueError) as error:
-            raise ValueError(
-                "A checkpoint must be one that TensorFlow wrote. Received: "
-                f"{path!r} ({error}). Save the model again."
-            ) from error
         self._keys = {}
         self._find()
 
     def _prefix(self):
         if not pathlib.Path(self.path).is_dir():
             return self.path
-        latest = tf.train.latest_checkpoint(self.path)
+        with file_errors.reading(self.path, self.expected):
+            latest = tf.train.latest_checkpoint(self.path)
         if latest is None:
             raise ValueError(
                 "A folder must hold checkpoints, and the file 'checkpoint' "
@@ -77,27 +83,42 @@ class CheckpointFile:
         self._reader = None
 
     def _find(self):
-        reader = self._reader
-        shapes = reader.get_variable_to_shape_map()
-        dtypes = reader.get_variable_to_dtype_map()
-        paths = self._paths(shapes)
         found = {}
-        for key in sorted(shapes):
-            if key == _GRAPH:
-                continue
-            name = key.removesuffix(_SUFFIX)
-            self._keys[name] = key
-            shape = tuple(shapes[key])
-            dtype = np.dtype(dtypes[key].as_numpy_dtype)
-            found[name] = (paths.get(key, name), shape, dtype)
-            if dtypes[key] == tf.string and shape == ():
-                self._check_is_no_half_period(key)
+        with file_errors.reading(self.path, self.expected):
+            shapes = self._reader.get_variable_to_shape_map()
+            dtypes = self._reader.get_variable_to_dtype_map()
+            self._check_size(shapes, dtypes)
+            paths = self._paths(shapes)
+            for key in sorted(shapes.keys() - {_GRAPH}):
+                name = key.removesuffix(_SUFFIX)
+                self._keys[name] = key
+                shape = tuple(shapes[key])
+                dtype = np.dtype(dtypes[key].as_numpy_dtype)
+                found[name] = (paths.get(key, name), shape, dtype)
+        for name, (_, shape, _) in found.items():
+            if dtypes[self._keys[name]] == tf.string and shape == ():
+                self._check_is_no_half_period(name)
         self.variables = variable_rules.by_name(found)
         self._unordered = {
             name: path
             for name, (path, *_) in found.items()
             if name.startswith(_UNORDERED)
         }
+
+    def _check_size(self, shapes, dtypes):
+        """Refuses what is said to be but is not there."""
+        # A string takes a byte at least, which is its length.
+        declared = sum(
+            math.prod(shape)
+            * (1 if dtypes[key] == tf.string else dtypes[key].size)
+            for key, shape in shapes.items()
+        )
+        files = _data_files(pathlib.Path(self.prefix))
+        stored = sum(path.stat().st_size for path in files)
+        if declared > stored:
+            raise ValueError(
+                f"its tensors cannot have {declared} bytes, stored in {stored}"
+            )
 
     def _paths(self, keys):
         """Maps keys to the full names that variables had."""
@@ -110,10 +131,11 @@ class CheckpointFile:
             for attribute in node.attributes
         }
 
-    def _check_is_no_half_period(self, key):
+    def _check_is_no_half_period(self, name):
         """Refuses an averager's state that would replace the mean."""
+        value = self.read(name)
         try:
-            header, _ = snapshots.unpack(self._reader.get_tensor(key))
+            header, _ = snapshots.unpack(value)
         except ValueError:
             return
         if np.any(header.get("stepped")):
@@ -157,13 +179,15 @@ class CheckpointFile:
 
     def read(self, name, part=()):
         """Returns a variable as an array, or bytes."""
-        return self._reader.get_tensor(self._keys[name])
+        with file_errors.reading(self.path, self.expected):
+            return self._reader.get_tensor(self._keys[name])
 
     def tensors_of_first(self):
         """Returns what a copy holds beside variables, by key."""
-        if not self._reader.has_tensor(_GRAPH):
-            return {}
-        return {_GRAPH: self._reader.get_tensor(_GRAPH)}
+        with file_errors.reading(self.path, self.expected):
+            if not self._reader.has_tensor(_GRAPH):
+                return {}
+            return {_GRAPH: self._reader.get_tensor(_GRAPH)}
 
     def key(self, name):
         """Returns the key under which a checkpoint holds a variable."""
@@ -195,6 +219,8 @@ def _split(part):
 
 class SavedModelFile(CheckpointFile):
     """Variables of a SavedModel, a folder."""
+
+    expected = "A SavedModel must be one that TensorFlow wrote"
 
     def _prefix(self):
         return str(pathlib.Path(self.path) / "variables" / "variables")
@@ -228,10 +254,10 @@ class _CheckpointCopy:
         )
         self._shards.append(shard)
 
-    def finish(self, number_not=0):
-        """Merges the shards, into any number of them but this one."""
+    def finish(self, numbers_not=frozenset()):
+        """Merges the shards, if possible into none of these numbers of them."""
         rest = {**self._held, **self._first.tensors_of_first()}
-        if len(self._shards) + 1 == number_not and len(rest) > 1:
+        while len(self._shards) + 1 in numbers_not and len(rest) > 1:
             self._write_shard(dict([rest.popitem()]))
         self._write_shard(rest)
         tf.raw_ops.MergeV2Checkpoints(
@@ -253,14 +279,16 @@ def copy_of_checkpoint(first, output):
     with snapshots.unfinished_folder(output) as folder:
         copy = _CheckpointCopy(first, str(folder / output.name))
         yield copy
-        copy.finish(number_not=len(old))
+        # One that was killed may have left some as well.
+        copy.finish({int(path.name.rpartition("-")[2]) for path in old})
         new = _data_files(folder / output.name)
-        for path in new:
-            snapshots.move(path, output.with_name(path.name))
-        index = f"{output.name}.index"
-        snapshots.move(folder / index, output.with_name(index))
-        for path in {*old} - {output.with_name(path.name) for path in new}:
-            path.unlink()
+        new.append(folder / f"{output.name}.index")
+        targets = [output.with_name(path.name) for path in new]
+        snapshots.move_all(new, targets, folder / "old")
+        for path in {*old} - {*targets}:
+            # It is in nobody's way.
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _data_files(prefix):
@@ -281,18 +309,36 @@ def copy_of_saved_model(first, output):
     output = pathlib.Path(output)
     with snapshots.unfinished_folder(output) as folder:
         new = folder / "new"
-        source = pathlib.Path(first.path)
-        # The fingerprint is that of the other values; it may be missing.
-        left_out = {source: ["fingerprint.pb"]}
-        left_out[source / "variables"] = os.listdir(source / "variables")
-        shutil.copytree(
-            source, new, ignore=lambda at, _: left_out.get(pathlib.Path(at), [])
-        )
+        _copy_all_but_variables(first, new)
         copy = _CheckpointCopy(first, str(new / "variables" / "variables"))
         yield copy
         copy.finish()
         for shard in (new / "variables").glob("variables.shard*"):
             shard.unlink()
-        if output.exists():
-            output.replace(folder / "old")
-        snapshots.move(new, output)
+        snapshots.move_all([new], [output], folder / "old")
+
+
+def _copy_all_but_variables(first, target):
+    source = pathlib.Path(first.path)
+    with file_errors.reading(first.path, first.expected):
+        data = (source / _SAVED_MODEL).read_bytes()
+        saved_model_pb2.SavedModel().ParseFromString(data)
+        paths = _files_below(source)
+    (target / "variables").mkdir(parents=True)
+    for path in paths:
+        copied = target / path.relative_to(source)
+        if path.is_dir():
+            copied.mkdir(exist_ok=True)
+        elif path.parent != source / "variables" and path.name != _FINGERPRINT:
+            file_errors.copy(path, copied, first.expected)
+
+
+def _files_below(folder):
+    """Returns files and folders, each after the one that it is in."""
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        if path.is_symlink() and not path.is_file():
+            raise ValueError(f"{str(path)!r} is a link, and not to a file")
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{str(path)!r} is neither a file nor a folder")
+    return paths

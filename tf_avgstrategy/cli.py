@@ -365,7 +365,7 @@ def _average(options, paths):
             output=options.output,
             refresh_batch_norm=dataset,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"tf-avgstrategy average: {error}", file=sys.stderr)
         return 1
     return 0

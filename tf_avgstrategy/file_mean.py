@@ -91,7 +91,8 @@ def write_mean(files, weights, copy):
                 raise ValueError(
                     "A mean must be finite. Received: values of "
                     f"{name!r} that lie too far apart for "
-                    f"{_described(variable)}. Leave a model out."
+                    f"{_described(variable)}, in "
+                    f"{[file.path for file, _ in weighted]}. Leave one out."
                 )
             copy.write(name, part, np.asarray(value, variable.dtype))
 

@@ -4,10 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
-import shutil
-import struct
-import tempfile
 import zipfile
 
 import h5py
@@ -15,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
+from tf_avgstrategy import archives
+from tf_avgstrategy import file_errors
+from tf_avgstrategy import hdf5_checks
 from tf_avgstrategy import snapshots
 from tf_avgstrategy import variable_rules
 
@@ -28,6 +27,9 @@ __all__ = [
 
 _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"
+# Bytes. Configs of large models have a few millions.
+_LARGEST_CONFIG = 2**26
+_BFLOAT16_STORED = np.dtype("V2")
 # Elements that are read at once, 4 MB of float32.
 _PART_ELEMENTS = 2**20
 
@@ -40,24 +42,26 @@ class HDF5File:
 
     Attributes:
         path: String.
+        expected: String, the sentence that says what the file must be.
         variables: Dict from name, the path in the file, to `SavedVariable`.
         makers: Dict from the path of an optimizer to its name without number.
+
+    Raises:
+        ValueError: If the file is damaged, which `read` may find as well.
     """
+
+    expected = "A file of weights must be one in HDF5 format that Keras wrote"
 
     def __init__(self, path):
         self.path = path
         self._stack = contextlib.ExitStack()
         with self._stack as stack:
             source, batch_norms = self._open(stack)
-            try:
+            with file_errors.reading(path, self.expected):
+                hdf5_checks.check_heaps(source)
                 self._file = stack.enter_context(h5py.File(source, "r"))
-            except OSError as error:
-                raise ValueError(
-                    "A file of weights must be one in HDF5 format that Keras "
-                    f"wrote. Received: {path!r} ({error}). Save the model "
-                    "again."
-                ) from error
-            self._find(batch_norms)
+                hdf5_checks.check(self._file)
+                self._find(batch_norms)
             self._stack = stack.pop_all()
 
     def _open(self, stack):
@@ -81,7 +85,7 @@ class HDF5File:
 
         self._file.visititems(visit)
         for folder, found in groups.items():
-            name = str(self._file[folder or "/"].attrs.get("name", ""))
+            name = _text(self._file[folder or "/"], "name")
             path = folder.removesuffix("/vars")
             if "optimizer" in path:
                 self.makers[path] = name.rstrip("0123456789").rstrip("_")
@@ -107,11 +111,26 @@ class HDF5File:
 
     def read(self, name, part=()):
         """Returns a part of a variable as an array."""
-        return _as_array(self._file[name][part], self.variables[name].dtype)
+        with file_errors.reading(self.path, self.expected):
+            value = self._file[name][part]
+        return _as_array(value, self.variables[name].dtype)
+
+
+def _text(item, name):
+    """Returns a string that an HDF5 object has as attribute, or ""."""
+    if name not in item.attrs:
+        return ""
+    if item.attrs.get_id(name).shape != ():
+        raise ValueError(f"{item.name!r} has several for a {name}")
+    return str(item.attrs[name])
 
 
 def _dtype(dataset):
-    if dataset.attrs.get("dtype") == "bfloat16":
+    if _text(dataset, "dtype") == "bfloat16":
+        if dataset.dtype != _BFLOAT16_STORED:
+            raise ValueError(
+                f"{dataset.name!r} has {dataset.dtype} in bfloat16"
+            )
         return np.dtype(ml_dtypes.bfloat16)
     return dataset.dtype
 
@@ -122,80 +141,29 @@ def _as_array(value, dtype):
 
 
 class KerasFile(HDF5File):
-    """Variables of a `.keras` file, whose layers are in its config."""
+    """Variables of a `.keras` file, whose layers are in its config.
+
+    Attributes:
+        archive: `archives.Archive`, the file.
+    """
+
+    expected = "A `.keras` file must be the archive that `model.save` writes"
 
     def _open(self, stack):
-        try:
-            archive = stack.enter_context(zipfile.ZipFile(self.path))
-        except (OSError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                "A `.keras` file must be the archive that `model.save` "
-                f"writes. Received: {self.path!r} ({error}). Save the model "
-                "again."
-            ) from error
-        names = archive.namelist()
+        self.archive = stack.enter_context(
+            archives.Archive(self.path, self.expected)
+        )
+        names = self.archive.names
         if _WEIGHTS not in names or _CONFIG not in names:
             raise ValueError(
                 f"A `.keras` file must hold {_CONFIG!r} and {_WEIGHTS!r}. "
                 f"Received: {self.path!r} with {names}. Save the model with "
                 "`model.save`."
             )
-        config = json.loads(archive.read(_CONFIG))
-        return (
-            stack.enter_context(_weights_of(self.path, archive)),
-            set(_batch_norms(config)),
-        )
-
-
-def _weights_of(path, archive):
-    """Opens the weights in an archive, to be read in any order."""
-    info = archive.getinfo(_WEIGHTS)
-    if info.compress_type == zipfile.ZIP_STORED:
-        return io.BufferedReader(_StoredFile(path, info))
-    # Backwards, zipfile would unpack from the start again each time.
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115
-    with archive.open(info) as packed:
-        shutil.copyfileobj(packed, unpacked)
-    return unpacked
-
-
-class _StoredFile(io.RawIOBase):
-    """What an archive holds without compression, where it lies in it."""
-
-    def __init__(self, path, info):
-        super().__init__()
-        self._file = open(path, "rb")  # noqa: SIM115
-        self._file.seek(info.header_offset + 26)
-        # Of the local header: 30 bytes, the name, and what else there is.
-        name_length, extra_length = struct.unpack("<HH", self._file.read(4))
-        self._start = info.header_offset + 30 + name_length + extra_length
-        self._size = info.file_size
-        self.seek(0)
-
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def seek(self, offset, whence=os.SEEK_SET):
-        origin = {
-            os.SEEK_SET: 0,
-            os.SEEK_CUR: self.tell(),
-            os.SEEK_END: self._size,
-        }[whence]
-        return self._file.seek(self._start + origin + offset) - self._start
-
-    def tell(self):
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer):
-        left = max(0, self._size - self.tell())
-        return self._file.readinto(memoryview(buffer)[:left])
-
-    def close(self):
-        self._file.close()
-        super().close()
+        config = self.archive.read(_CONFIG, limit=_LARGEST_CONFIG)
+        with file_errors.reading(self.path, self.expected):
+            batch_norms = set(_batch_norms(json.loads(config)))
+        return stack.enter_context(self.archive.open(_WEIGHTS)), batch_norms
 
 
 def _batch_norms(config):
@@ -203,7 +171,7 @@ def _batch_norms(config):
     if isinstance(config, dict):
         own = config.get("config")
         if isinstance(own, dict) and "moving_variance_initializer" in own:
-            yield own.get("name")
+            yield str(own.get("name"))
         config = list(config.values())
     if isinstance(config, list):
         for part in config:
@@ -280,22 +248,77 @@ class _HDF5Copy:
 
     holds_first = True
 
-    def __init__(self, file):
-        self._file = file
+    def __init__(self, first, written):
+        self._first, self._written = first, written
+        # It has whatever damage its source has.
+        with file_errors.reading(first.path, first.expected):
+            self._file = h5py.File(written, "r+")
 
     def write(self, name, part, value):
         """Replaces a part of a variable."""
-        dataset = self._file[name]
-        dataset[part] = np.asarray(value).view(dataset.dtype)
+        with file_errors.reading(self._first.path, self._first.expected):
+            dataset = self._file[name]
+            dataset[part] = np.asarray(value).view(dataset.dtype)
+        self._written.check()
+
+    def close(self):
+        """Completes the file."""
+        with file_errors.reading(self._first.path, self._first.expected):
+            self._file.close()
+        self._written.check()
+
+
+class _WrittenFile(io.FileIO):
+    """A file whose first error waits for `check`.
+
+    HDF5 1.14 ends the process when it closes a file that could not be written.
+    """
+
+    def __init__(self, path):
+        super().__init__(path, "r+b")
+        self._error = None
+
+    def write(self, data):
+        """Writes all, or nothing more once something could not be written."""
+        left = memoryview(data).cast("B")
+        try:
+            while len(left) and self._error is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self._error = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size=None):
+        """Gives the file its size, or keeps the error."""
+        try:
+            super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+        return size
+
+    def check(self):
+        """Raises the error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+
+@contextlib.contextmanager
+def _changeable(first, path):
+    with _WrittenFile(path) as written:
+        copy = _HDF5Copy(first, written)
+        try:
+            yield copy
+        finally:
+            copy.close()
 
 
 @contextlib.contextmanager
 def copy_of_hdf5(first, output):
     """Yields a copy of a file to write to, which then is at `output`."""
     with snapshots.whole_file(output) as unfinished:
-        shutil.copyfile(first.path, unfinished)
-        with h5py.File(unfinished, "r+") as file:
-            yield _HDF5Copy(file)
+        file_errors.copy(first.path, unfinished, first.expected)
+        with _changeable(first, unfinished) as copy:
+            yield copy
 
 
 @contextlib.contextmanager
@@ -303,18 +326,9 @@ def copy_of_keras(first, output):
     """Yields a copy of an archive to write to, which then is at `output`."""
     with snapshots.whole_file(output) as unfinished:
         weights = unfinished.with_name(_WEIGHTS)
-        with zipfile.ZipFile(first.path) as archive:
-            with archive.open(_WEIGHTS) as source, weights.open("wb") as target:
-                shutil.copyfileobj(source, target, 2**20)
-            with h5py.File(weights, "r+") as file:
-                yield _HDF5Copy(file)
-            with zipfile.ZipFile(unfinished, "w") as copy:
-                for info in archive.infolist():
-                    if info.filename == _WEIGHTS:
-                        copy.write(weights, _WEIGHTS, info.compress_type)
-                    else:
-                        with (
-                            archive.open(info) as source,
-                            copy.open(info, "w") as target,
-                        ):
-                            shutil.copyfileobj(source, target)
+        file_errors.check_room(weights.parent, first.archive.size(_WEIGHTS))
+        first.archive.extract(_WEIGHTS, weights)
+        with _changeable(first, weights) as copy:
+            yield copy
+        with zipfile.ZipFile(unfinished, "w") as target:
+            first.archive.copy(target, {_WEIGHTS: weights})

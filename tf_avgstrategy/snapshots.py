@@ -12,7 +12,9 @@ import tensorflow as tf
 
 __all__ = [
     "move",
+    "move_all",
     "pack",
+    "path_of_unfinished",
     "read",
     "unfinished_folder",
     "unpack",
@@ -121,7 +123,7 @@ def whole_file(path):
 def unfinished_folder(path):
     """Yields an empty folder beside a path, which is removed at the end."""
     path = pathlib.Path(path)
-    folder = path.with_name(f".{path.name}.unfinished")
+    folder = path_of_unfinished(path)
     # A process that was killed may have left it.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -134,6 +136,12 @@ def unfinished_folder(path):
         _to_disk(path.parent)
 
 
+def path_of_unfinished(path):
+    """Returns the path of the folder that `unfinished_folder` would make."""
+    path = pathlib.Path(path)
+    return path.with_name(f".{path.name}.unfinished")
+
+
 def move(source, target):
     """Gives a file, or a folder, its place once it is on the disk.
 
@@ -141,10 +149,44 @@ def move(source, target):
         source: `pathlib.Path`.
         target: `pathlib.Path` on the same disk. What is a folder must be free.
     """
+    _all_to_disk(source)
+    source.replace(target)
+
+
+def move_all(sources, targets, aside):
+    """Gives several files, or a folder, their places, or none of them.
+
+    Until the last file has its place, there is the old one in it.
+
+    Args:
+        sources: List of `pathlib.Path`, all files, or one folder.
+        targets: List of as many, on the same disk.
+        aside: `pathlib.Path`, free, for what has the places now.
+    """
+    for source in sources:
+        _all_to_disk(source)
+    aside.mkdir()
+    begun = []
+    try:
+        for source, target in zip(sources, targets):
+            if target != targets[-1] or target.is_dir():
+                begun.append((target, os.path.lexists(target)))
+                if os.path.lexists(target):
+                    target.replace(aside / target.name)
+            source.replace(target)
+    except BaseException:
+        for target, was_there in reversed(begun):
+            if os.path.lexists(aside / target.name):
+                (aside / target.name).replace(target)
+            elif not was_there:
+                target.unlink(missing_ok=True)
+        raise
+
+
+def _all_to_disk(source):
     inside = [path for path in source.rglob("*") if path.is_file()]
     for path in [*inside, source]:
         _to_disk(path)
-    source.replace(target)
 
 
 def _to_disk(path):
