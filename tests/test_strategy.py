@@ -213,6 +213,93 @@ class TestErrors:
             raise RuntimeError("other")
 
 
+class TestGraphsOfTensorFlow1:
+    """Replicas run there, which TensorFlow's own tests do."""
+
+    def in_graph(self, build):
+        """Runs in turn what `build` makes. Returns what comes of the last."""
+        strategy = toys.make_strategy(2)
+        with tf.Graph().as_default(), strategy.scope():
+            all_fetches = build(strategy)
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                session.run(tf.compat.v1.local_variables_initializer())
+                return [session.run(fetches) for fetches in all_fetches][-1]
+
+    @pytest.mark.parametrize("in_function", [True, False])
+    def test_a_function_runs_on_every_replica(self, in_function):
+        @tf.function
+        def step():
+            replica = tf.distribute.get_replica_context()
+            return {"id": tf.identity(replica.replica_id_in_sync_group)}
+
+        def build(strategy):
+            def run():
+                return strategy.run(step)
+
+            result = tf.function(run)() if in_function else run()
+            return [strategy.experimental_local_results(result)]
+
+        assert self.in_graph(build) == ({"id": 0}, {"id": 1})
+
+    def test_rows_of_unknown_number_are_reduced(self):
+        def build(strategy):
+            def part():
+                replica = tf.distribute.get_replica_context()
+                rows = replica.replica_id_in_sync_group + 1
+                return tf.compat.v1.placeholder_with_default(
+                    tf.fill(tf.reshape(rows, [1]), 3.0), [None]
+                )
+
+            parts = strategy.run(part)
+            return [[strategy.reduce(op, parts, 0) for op in ("SUM", "MEAN")]]
+
+        assert self.in_graph(build) == [9.0, 3.0]
+
+    def test_a_metric_counts_the_rows_of_all_replicas(self):
+        def build(strategy):
+            def count(rows):
+                # How many there are is known when the graph runs.
+                rows = tf.compat.v1.placeholder_with_default(rows, [None])
+                return tf.compat.v1.metrics.mean(rows)
+
+            rows = strategy.experimental_distribute_values_from_function(
+                lambda context: tf.fill(
+                    [context.replica_id_in_sync_group + 1], 3.0
+                )
+            )
+            value, update = strategy.run(count, args=(rows,))
+            return strategy.group(update), value
+
+        assert self.in_graph(build) == 3.0
+
+    def test_the_strategys_counters_are_not_in_the_users_graph(self):
+        with tf.Graph().as_default():
+            strategy = toys.make_strategy(2)
+            with strategy.scope():
+                v = tf.Variable(1.0)
+            names = {v.name for v in tf.compat.v1.global_variables()}
+            assert v.name == "Variable:0"
+            assert names == {"Variable:0", "Variable/replica_1:0"}
+        strategy.run(lambda: tf.ones([3]))
+        assert strategy.training_progress() == (0, (0, 0))
+
+    def test_what_needs_numbers_is_refused(self):
+        strategy = toys.make_strategy(2)
+        with tf.Graph().as_default(), strategy.scope():
+            v = tf.Variable(1.0)
+            for refused in (
+                lambda: avg.ParameterAverager(strategy, [v], [], period=1),
+                strategy.training_progress,
+                lambda: toys.make_strategy(2, gradient_sync="worker"),
+            ):
+                with pytest.raises(
+                    RuntimeError,
+                    match="executes eagerly.*a graph of TensorFlow 1. Train",
+                ):
+                    refused()
+
+
 class TestDropout:
     def masks(self, num_replicas, seed=1, **arguments):
         keras.utils.set_random_seed(seed)

@@ -115,6 +115,59 @@ class TestReplicaLocalVariable:
         assert (v.numpy(), w.numpy()) == (2.0, 3.0)
 
 
+class TestGraphsOfTensorFlow1:
+    """The values of a session, which initializers and checkpoints give."""
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path):
+        path = str(tmp_path / "model")
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            tf.compat.v1.get_variable("saved", initializer=[1.0, 2.0])
+            session.run(tf.compat.v1.global_variables_initializer())
+            return tf.compat.v1.train.Saver().save(session, path)
+
+    @pytest.mark.parametrize("in_replica", [True, False])
+    def test_init_from_checkpoint_sets_every_copy(self, checkpoint, in_replica):
+        strategy = toys.make_strategy(2)
+
+        def make():
+            v = tf.compat.v1.get_variable("new", [2])
+            tf.compat.v1.train.init_from_checkpoint(
+                checkpoint, {"saved": "new"}
+            )
+            return v
+
+        with tf.Graph().as_default(), strategy.scope():
+            v = strategy.run(make) if in_replica else make()
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                reads = [copy.read_value() for copy in v.values]
+                assert tf.compat.v1.trainable_variables()[-1] is v
+                np.testing.assert_array_equal(
+                    session.run([v.read_value(), *reads]), [[1.0, 2.0]] * 3
+                )
+
+    def test_init_from_checkpoint_sets_every_copy_eagerly(self, checkpoint):
+        _, v = make_variable([0.0, 0.0])
+        tf.compat.v1.train.init_from_checkpoint(checkpoint, {"saved": v})
+        np.testing.assert_array_equal(toys.copies(v), [[1.0, 2.0]] * 2)
+
+    def test_an_initializer_may_read_another_variable(self):
+        strategy = toys.make_strategy(2)
+
+        def make():
+            v = tf.Variable(2.0)
+            return v, tf.Variable(lambda: v + 1.0)
+
+        with tf.Graph().as_default(), strategy.scope():
+            v, w = strategy.run(make)
+            with tf.compat.v1.Session() as session:
+                session.run(v.initializer)
+                session.run(w.initializer)
+                reads = [copy.read_value() for copy in w.values]
+                assert session.run([w.read_value(), *reads]) == [3.0] * 3
+
+
 class TestReplicaSeedVariable:
     NAME = "dropout/seed_generator_state"
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import weakref
+from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,11 @@ from tf_avgstrategy import sharding
 from tf_avgstrategy import steps_without_rows
 from tf_avgstrategy import variables
 
-__all__ = ["IndependentReplicas", "TrainingProgress"]
+__all__ = [
+    "IndependentReplicas",
+    "TrainingProgress",
+    "check_outside_of_graphs",
+]
 
 
 class TrainingProgress(NamedTuple):
@@ -38,6 +43,21 @@ class TrainingProgress(NamedTuple):
 
     steps: int
     rows: tuple
+
+
+def check_outside_of_graphs():
+    """Raises a RuntimeError in a graph of TensorFlow 1.
+
+    Replicas run there, each for itself. What needs numbers does not.
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "Steps are counted, gradients exchanged and parameters averaged "
+            "where TensorFlow executes eagerly, and in a `tf.function`. "
+            "Received: a graph of TensorFlow 1. Train outside of "
+            "`tf.Graph().as_default()`, and do not call "
+            "`tf.compat.v1.disable_eager_execution`."
+        )
 
 
 class _Noted(threading.local):
@@ -97,6 +117,14 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         self._training_functions = weakref.WeakKeyDictionary()
         self._differentiating_functions = weakref.WeakKeyDictionary()
         self._noted = _Noted()
+        # In a thread of its own, which knows no graph and no scope that the
+        # user has opened: these variables are not the user's.
+        with futures.ThreadPoolExecutor(max_workers=1) as executor:
+            executor.submit(self._make_counters).result()
+        if gradient_sync != "none":
+            self.prepare_gradient_exchange(gradient_sync)
+
+    def _make_counters(self):
         self.mean_reads = mean_reads.MeanReads(
             len(self._devices), self._host_device
         )
@@ -105,14 +133,12 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             lambda *what: owner._container_strategy().run(*what),
             self._host_device,
         )
-        with tf.init_scope(), tf.device(self._host_device):
+        with tf.device(self._host_device):
             # Steps and rows of each replica.
             self._progress = tf.Variable(
                 tf.zeros([len(self._devices), 2], tf.int64), trainable=False
             )
             self._counts_all_runs = tf.Variable(0, False, dtype=tf.int64)
-        if gradient_sync != "none":
-            self.prepare_gradient_exchange(gradient_sync)
 
     @property
     def _host_device(self):
@@ -120,6 +146,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
 
     def training_progress(self):
         """Returns the `TrainingProgress` of the local replicas."""
+        check_outside_of_graphs()
         steps, rows = self._progress.numpy().T.tolist()
         return TrainingProgress(steps=max(steps), rows=tuple(rows))
 
@@ -129,6 +156,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         Args:
             sync: "worker", "global", or "none": only while it is said.
         """
+        check_outside_of_graphs()
         is_alone = sync == "worker" and len(self._devices) == 1
         if self.exchange is None and self.num_replicas > 1 and not is_alone:
             gradient_exchange.check_devices(self._devices)
@@ -432,7 +460,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         step = replica_step.ReplicaStep(
             fn,
             compiled=compiled,
-            skips_empty=sum(self._replicas_of_workers) > 1,
+            skips_empty=self._skips_empty_replicas,
             seed_offset=lambda replica_id: variables.seed_offset(
                 self.global_replica_id(replica_id)
             ),
@@ -464,6 +492,9 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
                 run_all,
             )
 
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return run_all()
+
         def trace_all():
             return self.mean_reads.trace(run_all, lambda: any(does_train))
 
@@ -474,6 +505,12 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         if training_specs:
             self.steps_without_rows.note(step.given_function, training_specs[0])
         return outputs
+
+    @property
+    def _skips_empty_replicas(self):
+        # A graph of TensorFlow 1 runs what `MirroredStrategy` would.
+        is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
+        return is_tensorflow_2 and self.num_replicas > 1
 
     def _run_and_count(self, step, replica_id, args, kwargs):
         rows = replica_step.num_rows((args, kwargs))
@@ -495,6 +532,8 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             trained.add(static)
         if self._noted.differentiated:
             differentiated.add(static)
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return outputs  # In a graph of TensorFlow 1 nothing is averaged.
         with tf.device(self._progress.device):
             counted = 1 if self._noted.trained else self._counts_all_runs
             update = counted * tf.cast([[1, rows]], tf.int64)

@@ -47,8 +47,10 @@ class MeanReads:
         self._version = variables.make_counter(0, device)
 
     def note_writes(self):
-        """Is told that copies were written, eagerly or within a graph."""
-        if not self._is_alone:
+        """Is told that copies were written, eagerly or within a function."""
+        # Not in a graph of TensorFlow 1, where nothing reads means.
+        is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
+        if is_tensorflow_2 and not self._is_alone:
             self._version.assign_add(1)
 
     def free(self):

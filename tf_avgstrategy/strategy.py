@@ -141,7 +141,12 @@ class ParameterAveragingStrategy(tf.distribute.MirroredStrategy):
         )
 
     def check_environment(self):
-        """Raises a RuntimeError if TF_CONFIG was set too late to be heard."""
+        """Raises a RuntimeError where parameters cannot be averaged.
+
+        That is if TF_CONFIG was set too late to be heard, or in a graph of
+        TensorFlow 1.
+        """
+        independent_replicas.check_outside_of_graphs()
         startup.check_environment(
             self._communicator_choice, self.communicator.size
         )

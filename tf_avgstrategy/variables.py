@@ -224,9 +224,21 @@ def as_replica_local(variable, *, name):
         return variable
     is_seed = is_seed_name(name)
     kind = ReplicaSeedVariable if is_seed else ReplicaLocalVariable
-    return kind(
+    local = kind(
         variable.distribute_strategy, variable.values, variable.aggregation
     )
+    _replace_in_collections(variable, local)
+    return local
+
+
+def _replace_in_collections(old, new):
+    """Puts a variable in the place of another one in a graph's collections.
+
+    They say what `tf.compat.v1.global_variables_initializer` runs.
+    """
+    for key in tf.compat.v1.get_default_graph().collections:
+        collection = tf.compat.v1.get_collection_ref(key)
+        collection[:] = [new if item is old else item for item in collection]
 
 
 def is_seed_name(name):
