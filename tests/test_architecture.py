@@ -267,6 +267,8 @@ PRIVATE_TENSORFLOW_NAMES = [
     "._restore_from_tensors",
     "tensorflow.python.distribute.values.MirroredVariable._get",
     "tensorflow.python.distribute.values.MirroredVariable._get_cross_replica",
+    "tensorflow.python.distribute.values.MirroredVariable"
+    "._get_on_device_or_primary",
     "tensorflow.python.distribute.values.MirroredVariable._update_replica",
     "tensorflow.python.distribute.values.MirroredVariable.values",
     "tensorflow.python.distribute.values_util.get_current_replica_id_as_int",

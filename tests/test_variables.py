@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -166,6 +168,55 @@ class TestGraphsOfTensorFlow1:
                 session.run(w.initializer)
                 reads = [copy.read_value() for copy in w.values]
                 assert session.run([w.read_value(), *reads]) == [3.0] * 3
+
+
+class TestAggregation:
+    KINDS = tuple(tf.VariableAggregation)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_what_was_asked_for_is_said_and_not_done(self, kind):
+        strategy, v = make_variable([0.0, 0.0], aggregation=kind)
+        assert v.aggregation == kind
+        assert copy.deepcopy(v).aggregation == kind
+        assert variables.aggregation(v) == tf.VariableAggregation.NONE
+
+        def write(name):
+            replica = tf.distribute.get_replica_context()
+            value = tf.cast(replica.replica_id_in_sync_group + 1, tf.float32)
+            if name.startswith("scatter"):
+                value = tf.IndexedSlices(value[None], tf.constant([0]))
+            else:
+                value = tf.stack([value, 0.0])
+            getattr(v, name)(value)
+
+        for name, expected in {
+            "assign_add": (1.0, 2.0),
+            "scatter_add": (2.0, 4.0),
+            "scatter_max": (2.0, 4.0),
+            "scatter_min": (1.0, 2.0),
+            "assign": (1.0, 2.0),
+            "assign_sub": (0.0, 0.0),
+            "scatter_update": (1.0, 2.0),
+        }.items():
+            strategy.run(write, args=(name,))
+            assert tuple(toys.scalars(v)) == expected, name
+
+    def test_a_number_needs_no_aggregation(self):
+        strategy, v = make_variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        strategy.run(lambda: v.assign_add(1.0))
+        assert toys.scalars(v) == [1.0, 1.0]
+
+    def test_without_a_word_there_is_none(self):
+        _, v = make_variable(0.0)
+        assert v.aggregation == tf.VariableAggregation.NONE
+
+    def test_integers_may_ask_for_a_mean(self):
+        _, v = make_variable(0, aggregation=tf.VariableAggregation.MEAN)
+        assert toys.copies(v) == [0, 0]
+
+    def test_another_word_is_refused(self):
+        with pytest.raises(ValueError, match="Invalid variable aggregation"):
+            make_variable(0.0, aggregation="mean")
 
 
 class TestReplicaSeedVariable:

@@ -402,11 +402,17 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         return self._cross_device_ops
 
     def _create_variable(self, next_creator, **kwargs):
-        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+        asked = kwargs.get("aggregation")
+        is_local = (
+            kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ
+        )
+        if is_local and asked in tuple(tf.VariableAggregation):
             # In a replica, NONE means: write your own copy, ask nobody.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         variable = super()._create_variable(next_creator, **kwargs)
-        return variables.as_replica_local(variable, name=kwargs.get("name"))
+        return variables.as_replica_local(
+            variable, name=kwargs.get("name"), aggregation=asked
+        )
 
     def _get_variable_creator_initial_value(
         self, replica_id, device, primary_var, **kwargs

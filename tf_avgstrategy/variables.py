@@ -48,6 +48,9 @@ class ReplicaLocalVariable(values.MirroredVariable):
     # One `tf.Variable` on the device of each copy, for what is to read the
     # mean there, or None.
     means = None
+    # What the `tf.Variable` call asked for. A replica asks nobody when it
+    # writes, so it is said and not done.
+    asked_aggregation = tf.VariableAggregation.NONE
 
     @property
     def unique_name(self):
@@ -79,6 +82,15 @@ class ReplicaLocalVariable(values.MirroredVariable):
         """Frees what `means` hold. Graphs may still read them, later."""
         for variable in self.means:
             _put(variable, tf.zeros([0], self.dtype))
+
+    @property
+    def aggregation(self):
+        return self.asked_aggregation
+
+    def __deepcopy__(self, memo):
+        copied = super().__deepcopy__(memo)
+        copied.asked_aggregation = self.asked_aggregation
+        return copied
 
     def _serialize_to_tensors(self):
         return {trackable.VARIABLE_VALUE_KEY: self._get()}
@@ -146,7 +158,7 @@ class ReplicaLocalVariable(values.MirroredVariable):
 
     def _update_replica(self, update_fn, value, **kwargs):
         self._distribute_strategy.extended.note_write(self)
-        return super()._update_replica(update_fn, value, **kwargs)
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 
 class ReplicaSeedVariable(ReplicaLocalVariable):
@@ -212,21 +224,22 @@ def make_counter(value, device):
     return counter
 
 
-def as_replica_local(variable, *, name):
+def as_replica_local(variable, *, name, aggregation):
     """Returns a replica-local variable over the copies of a mirrored one.
 
     Args:
         variable: What `MirroredStrategy` made of a `tf.Variable` call. What is
             not a mirrored variable (a metric's state) is returned as it is.
         name: String or None, the name that the call asked for.
+        aggregation: `tf.VariableAggregation` or None, what it asked for.
     """
     if not isinstance(variable, values.MirroredVariable):
         return variable
     is_seed = is_seed_name(name)
     kind = ReplicaSeedVariable if is_seed else ReplicaLocalVariable
-    local = kind(
-        variable.distribute_strategy, variable.values, variable.aggregation
-    )
+    none = tf.VariableAggregation.NONE
+    local = kind(variable.distribute_strategy, variable.values, none)
+    local.asked_aggregation = none if aggregation is None else aggregation
     _replace_in_collections(variable, local)
     return local
 
@@ -350,6 +363,11 @@ def all_copies(variable):
 
 
 def aggregation(variable):
-    """Returns the `tf.VariableAggregation` that a variable asked for."""
-    default = tf.VariableAggregation.NONE
-    return getattr(raw(variable), "aggregation", default)
+    """Returns the `tf.VariableAggregation` by which a variable is read.
+
+    NONE for a replica-local variable, whatever it asked for.
+    """
+    none = tf.VariableAggregation.NONE
+    if replica_copies(variable) is not None:
+        return none
+    return getattr(raw(variable), "aggregation", none)
