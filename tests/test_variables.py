@@ -54,6 +54,21 @@ class TestReplicaLocalVariable:
         _, v = make_variable(0.1, num_replicas=3)
         assert v.numpy() == np.float32(0.1)
 
+    @pytest.mark.parametrize("in_function", [True, False])
+    def test_a_gradient_outside_a_replica_is_that_of_the_mean(
+        self, in_function
+    ):
+        _, v = make_variable(0.0, num_replicas=3)
+        toys.assign_per_replica(v, [1.0, 2.0, 6.0])
+
+        def gradient():
+            with tf.GradientTape() as tape:
+                squared = tf.square(v)
+            return tape.gradient(squared, v)
+
+        run = tf.function(gradient) if in_function else gradient
+        assert run() == 6.0
+
     def test_a_mean_in_half_precision_does_not_overflow(self):
         _, v = make_variable(60000.0, dtype=tf.float16)
         assert v.numpy() == 60000

@@ -112,7 +112,9 @@ class ReplicaLocalVariable(values.MirroredVariable):
             # Around `first`: equal copies give back their own bits, which the
             # sum of 3 copies divided by 3 does not.
             offsets = [tf.cast(v, dtype) - first for v in others]
-            mean = first + tf.add_n(offsets) / len(self._values)
+            offset = tf.add_n(offsets) / len(self._values)
+            # A gradient for the variable is one for its first copy, all of it.
+            mean = first + tf.stop_gradient(offset)
             return tf.cast(mean, self.dtype)
 
     def __float__(self):
