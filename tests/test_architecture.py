@@ -231,6 +231,7 @@ PRIVATE_TENSORFLOW_NAMES = [
     "tensorflow.python.distribute.values.PerReplicaSpec",
     "tensorflow.python.framework.func_graph.FuncGraph",
     "tensorflow.python.framework.none_tensor.NoneTensorSpec",
+    "tensorflow.python.framework.ops.Graph._attr_scope",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"
     "._call_for_each_replica",
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended"

@@ -169,7 +169,8 @@ class TestGraphsOfTensorFlow1:
         tf.compat.v1.train.init_from_checkpoint(checkpoint, {"saved": v})
         np.testing.assert_array_equal(toys.copies(v), [[1.0, 2.0]] * 2)
 
-    def test_an_initializer_may_read_another_variable(self):
+    @pytest.mark.parametrize("in_replica", [True, False])
+    def test_an_initializer_may_read_another_variable(self, in_replica):
         strategy = toys.make_strategy(2)
 
         def make():
@@ -177,7 +178,7 @@ class TestGraphsOfTensorFlow1:
             return v, tf.Variable(lambda: v + 1.0)
 
         with tf.Graph().as_default(), strategy.scope():
-            v, w = strategy.run(make)
+            v, w = strategy.run(make) if in_replica else make()
             with tf.compat.v1.Session() as session:
                 session.run(v.initializer)
                 session.run(w.initializer)

@@ -103,7 +103,7 @@ class ReplicaLocalVariable(values.MirroredVariable):
         return self
 
     def _mean(self):
-        first, *others = [v.read_value() for v in self._values]
+        first, *others = [_read_where_it_is(v) for v in self._values]
         if not others or not self.dtype.is_floating:
             return tf.identity(first)
         dtype = tf.float32 if self.dtype.size < 4 else self.dtype
@@ -244,6 +244,17 @@ def as_replica_local(variable, *, name, aggregation):
     local.asked_aggregation = none if aggregation is None else aggregation
     _replace_in_collections(variable, local)
     return local
+
+
+def _read_where_it_is(copy):
+    """Reads a copy on its own device."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return copy.read_value()
+    # In a graph of TensorFlow 1 what an initializer does is bound to the
+    # device of the variable that it is for.
+    graph = tf.compat.v1.get_default_graph()
+    with graph._attr_scope({"_class": lambda _: None}), tf.device(copy.device):
+        return copy.read_value()
 
 
 def _replace_in_collections(old, new):
