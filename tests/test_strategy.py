@@ -1,3 +1,5 @@
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -211,6 +213,68 @@ class TestErrors:
         scope = toys.make_strategy(2).scope()
         with pytest.raises(RuntimeError, match="^other$"), scope:
             raise RuntimeError("other")
+
+
+class TestWhereReplicasMeet:
+    """Calls with which TensorFlow lets replicas meet within a step."""
+
+    def run(self, step, rows=None):
+        """The results of a function of rows, one for each replica."""
+        strategy = toys.make_strategy(2)
+        x = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                [float(context.replica_id_in_sync_group + 1)]
+            )
+        )
+        batches = itertools.repeat(x)
+        if rows is not None:
+            batches = iter(strategy.experimental_distribute_dataset(rows))
+        run = tf.function(lambda: strategy.run(step, args=(next(batches),)))
+        results = strategy.experimental_local_results(run())
+        return [result.numpy().ravel().tolist() for result in results]
+
+    def gather(self, x):
+        return tf.distribute.get_replica_context().all_gather(x, axis=0)
+
+    def merge(self, x):
+        replica = tf.distribute.get_replica_context()
+        return replica.merge_call(
+            lambda strategy, x: strategy.reduce("SUM", x, axis=None), args=(x,)
+        )
+
+    def test_all_gather_and_merge_call_exchange(self):
+        assert self.run(self.gather) == [[1.0, 2.0], [1.0, 2.0]]
+        assert self.run(self.merge) == [[3.0]]
+
+    @pytest.mark.parametrize("name", ["gather", "merge"])
+    def test_they_need_a_known_number_of_rows(self, name):
+        rows = toys.dataset(np.ones([4], "float32"), 2)
+        with pytest.raises(RuntimeError, match="`merge_call` called while"):
+            self.run(getattr(self, name), rows)
+
+    def test_the_gradient_of_all_gather_is_that_of_the_own_loss(self):
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.square(self.gather([x, x])))
+            return tape.gradient(loss, x)
+
+        # x is twice in the own loss, and in that of the other replica.
+        assert self.run(step) == [[4.0], [8.0]]
+
+    def test_optimizers_of_tensorflow_1_add_up_gradients(self):
+        strategy = toys.make_strategy(2)
+        with strategy.scope():
+            v = tf.Variable(3.0)
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.125)
+
+        def step():
+            replica = tf.distribute.get_replica_context()
+            gradient = tf.cast(replica.replica_id_in_sync_group + 1, "float32")
+            optimizer.apply_gradients([(gradient, v)])
+
+        strategy.run(step)
+        assert toys.scalars(v) == [2.625, 2.625]
 
 
 class TestGraphsOfTensorFlow1:

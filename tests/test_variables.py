@@ -42,7 +42,13 @@ class TestReplicaLocalVariable:
             "convert": lambda: tf.convert_to_tensor(v),
             "operator": lambda: v + 0.0,
             "traced": lambda: tf.function(lambda: v + 0.0)(),
+            "on a device": lambda: on_device(tf.function(v.read_value)),
         }
+
+        def on_device(read):
+            with tf.device("CPU:1"):
+                return read()
+
         for name, read in reads.items():
             if inside_scope:
                 with strategy.scope():
@@ -100,6 +106,8 @@ class TestReplicaLocalVariable:
             aggregation=tf.VariableAggregation.SUM,
         )
         assert len(variables.replica_copies(v)) == 2
+        assert isinstance(v, tf.distribute.DistributedValues)
+        assert type(v).__name__ == "ReplicaLocalVariable"
 
     def test_a_metrics_variable_stays_a_sum_over_replicas(self):
         strategy, v = make_variable(
