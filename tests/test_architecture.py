@@ -266,6 +266,7 @@ PRIVATE_TENSORFLOW_NAMES = [
     "._serialize_to_tensors",
     "tensorflow.python.distribute.values.MirroredVariable"
     "._restore_from_tensors",
+    "tensorflow.python.distribute.values.MirroredVariable._as_graph_element",
     "tensorflow.python.distribute.values.MirroredVariable._get",
     "tensorflow.python.distribute.values.MirroredVariable._get_cross_replica",
     "tensorflow.python.distribute.values.MirroredVariable"

@@ -172,6 +172,18 @@ class TestGraphsOfTensorFlow1:
                     session.run([v.read_value(), *reads]), [[1.0, 2.0]] * 3
                 )
 
+    def test_a_session_fetches_the_mean(self):
+        strategy = toys.make_strategy(3)
+        with tf.Graph().as_default(), strategy.scope():
+            v = tf.Variable(0.0)
+            writes = [
+                copy.assign(value)
+                for copy, value in zip(v.values, [1.0, 2.0, 6.0])
+            ]
+            with tf.compat.v1.Session() as session:
+                session.run(writes)
+                assert session.run([v, v.read_value(), v + 1]) == [3, 3, 4]
+
     def test_init_from_checkpoint_sets_every_copy_eagerly(self, checkpoint):
         _, v = make_variable([0.0, 0.0])
         tf.compat.v1.train.init_from_checkpoint(checkpoint, {"saved": v})

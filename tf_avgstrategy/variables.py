@@ -146,6 +146,13 @@ class ReplicaLocalVariable(values.MirroredVariable):
     def _get_cross_replica(self):
         return self._get()
 
+    def _as_graph_element(self):
+        # What a session of TensorFlow 1 fetches.
+        is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
+        if is_tensorflow_2 or not self._is_read_as_mean():
+            return super()._as_graph_element()
+        return self._get()
+
     def value(self):
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
             if self._is_read_as_mean():
