@@ -37,6 +37,7 @@ class TestReplicaLocalVariable:
         toys.assign_per_replica(v, [1.0, 4.0])
         reads = {
             "numpy": lambda: v.numpy(),
+            "array": lambda: np.array(v),
             "read_value": lambda: v.read_value(),
             "value": lambda: v.value(),
             "convert": lambda: tf.convert_to_tensor(v),

@@ -2,6 +2,7 @@
 
 from concurrent import futures
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
@@ -116,6 +117,10 @@ class ReplicaLocalVariable(values.MirroredVariable):
             # A gradient for the variable is one for its first copy, all of it.
             mean = first + tf.stop_gradient(offset)
             return tf.cast(mean, self.dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        del copy  # What is read is one already.
+        return np.asarray(self.numpy(), dtype)
 
     def __float__(self):
         return float(self.numpy())
