@@ -231,7 +231,7 @@ class FirstBatch:
     """
 
     def __init__(self):
-        with tf.init_scope(), tf.device("CPU:0"):
+        with tf.device("CPU:0"):
             self._record = tf.Variable(NO_FIRST_BATCH, trainable=False)
 
     def of_last_iterator(self):

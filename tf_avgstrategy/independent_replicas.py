@@ -109,8 +109,6 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             devices=devices,
             cross_device_ops=cross_device_ops,
         )
-        # Of what this worker reads.
-        self.first_batch = fingerprints.FirstBatch()
         counts = communicator.all_gather(np.int64(len(self._devices)))
         self._replicas_of_workers = counts.tolist()
         self._traced_functions = weakref.WeakKeyDictionary()
@@ -125,6 +123,8 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
             self.prepare_gradient_exchange(gradient_sync)
 
     def _make_counters(self):
+        # Of what this worker reads.
+        self.first_batch = fingerprints.FirstBatch()
         self.mean_reads = mean_reads.MeanReads(
             len(self._devices), self._host_device
         )
