@@ -45,7 +45,7 @@ test-build-file:
 	    apt-get install -y -qq bazel-bootstrap)
 	mkdir -p build
 	bazel --batch query 'kind("py_.*", //...)' --output=xml >build/bazel.xml
-	grep -q 'name="//:averager"' build/bazel.xml
+	grep -q 'name="//tf_avgstrategy/averaging:averaging"' build/bazel.xml
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format $(SOURCES)

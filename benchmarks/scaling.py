@@ -29,7 +29,7 @@ import cost_model
 from absl import app
 from absl import flags
 
-from tf_avgstrategy import network_probe
+from tf_avgstrategy.tools import network_probe
 
 _OUTPUT = flags.DEFINE_string(
     "output", "build/scaling.json", "JSON file for the numbers."

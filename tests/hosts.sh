@@ -176,7 +176,7 @@ write_variables() {
 
 start_rendezvous() {
   ip netns exec "avg$run-host0" "$python" -c "$rendezvous" \
-    "$tests/../tf_avgstrategy/horovod_rendezvous.py" "$folder" "$@" &
+    "$tests/../tf_avgstrategy/workers/horovod_rendezvous.py" "$folder" "$@" &
   local server=$!
   disown "$server"
   until [[ -e $folder/ready ]]; do

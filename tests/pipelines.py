@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_data_adapter
 
-from tf_avgstrategy import sharding
+from tf_avgstrategy.input import sharding
 
 
 def in_workers(num_workers, run):

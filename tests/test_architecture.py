@@ -9,189 +9,63 @@ import pytest
 import tf_avgstrategy
 
 PACKAGE = pathlib.Path(tf_avgstrategy.__file__).parent
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
-# Each module and the modules of this package that it may import.
-MAY_IMPORT = {
-    "__init__": {
-        "_version",
-        "adaptive_schedules",
-        "averaged_model_checkpoint",
-        "averager",
-        "callbacks",
-        "checkpoint_averaging",
-        "communicators",
-        "fit_callbacks",
-        "outer_optimizers",
-        "schedules",
-        "strategy",
-    },
-    "_version": set(),
-    "adaptive_schedules": {"schedules"},
-    "agreement": set(),
-    "archives": {"file_errors"},
-    "averaged_model_checkpoint": {"running_means"},
-    "averager": {
-        "agreement",
-        "averaging_settings",
-        "buckets",
-        "losses",
-        "optimizer_parts",
-        "participants",
-        "rounds",
-        "running_means",
-        "schedules",
-        "state",
-        "strategy",
-    },
-    "averaging_settings": {
-        "fragments",
-        "optimizer_parts",
-        "outer_optimizers",
-        "schedules",
-        "state",
-    },
-    "backups": {"agreement", "fit_callbacks", "replica_state", "snapshots"},
-    "batch_norm": set(),
-    "buckets": set(),
-    "callbacks": {
-        "agreement",
-        "averager",
-        "averaging_settings",
-        "backups",
-        "fit_callbacks",
-        "optimizer_parts",
-        "schedules",
-        "telemetry",
-        "worker_metrics",
-    },
-    "checkpoint_averaging": {
-        "batch_norm",
-        "checkpoint_files",
-        "file_errors",
-        "file_mean",
-        "mean",
-        "model_files",
-        "snapshots",
-    },
-    "checkpoint_files": {"file_errors", "snapshots", "variable_rules"},
-    "cli": {
-        "checkpoint_averaging",
-        "doctor",
-        "horovod_build",
-        "launcher",
-        "plots",
-    },
-    "cluster": set(),
-    "collective_communicator": {"communicators", "liveness"},
-    "communicators": set(),
-    "doctor": {
-        "_version",
-        "cluster",
-        "horovod_communicator",
-        "horovod_rendezvous",
-        "launcher",
-        "network_probe",
-        "startup",
-    },
-    "file_errors": set(),
-    "file_mean": set(),
-    "fit_callbacks": set(),
-    "fragmented_rounds": {
-        "outer_optimizers",
-        "rounds",
-        "state",
-    },
-    "fingerprints": {"row_order"},
-    "fragments": {"buckets", "rounds", "schedules"},
-    "hdf5_checks": set(),
-    "horovod_build": set(),
-    "horovod_communicator": {
-        "communicators",
-        "horovod_rendezvous",
-        "liveness",
-    },
-    "horovod_rendezvous": set(),
-    "gradient_exchange": {"buckets", "mean", "optimizer_parts"},
-    "independent_replicas": {
-        "fingerprints",
-        "gradient_exchange",
-        "mean_reads",
-        "replica_step",
-        "sharding",
-        "steps_without_rows",
-        "variables",
-    },
-    "keras_hooks": {"independent_replicas", "snapshots", "worker_metrics"},
-    "launcher": {"horovod_rendezvous", "worker_processes"},
-    "liveness": set(),
-    "losses": set(),
-    "lost_exit": {"communicators"},
-    "mean": set(),
-    "mean_reads": {"variables"},
-    "model_files": {
-        "archives",
-        "file_errors",
-        "hdf5_checks",
-        "snapshots",
-        "variable_rules",
-    },
-    "network_probe": {"buckets"},
-    "optimizer_parts": {"variables"},
-    "outer_optimizers": {"mean", "optimizer_parts", "variables"},
-    "participants": {
-        "agreement",
-        "buckets",
-        "communicators",
-        "fingerprints",
-        "fragmented_rounds",
-        "fragments",
-        "mean",
-        "optimizer_parts",
-        "replica_state",
-        "rounds",
-        "schedules",
-        "snapshots",
-        "state",
-        "telemetry",
-        "timetables",
-        "training_counts",
-        "variables",
-    },
-    "plots": set(),
-    "replica_state": {"mean", "variables"},
-    "replica_step": set(),
-    "rounds": {"buckets", "mean", "state", "variables"},
-    "row_order": set(),
-    "running_means": {"mean", "variables"},
-    "schedules": set(),
-    "seeds": set(),
-    "sharding": {"fingerprints", "row_order"},
-    "snapshots": set(),
-    "startup": {
-        "cluster",
-        "collective_communicator",
-        "communicators",
-        "horovod_communicator",
-        "lost_exit",
-    },
-    "state": {"optimizer_parts", "variables"},
-    "steps_without_rows": {"replica_step"},
-    "strategy": {
-        "gradient_exchange",
-        "independent_replicas",
-        "keras_hooks",
-        "seeds",
-        "startup",
-    },
-    "telemetry": set(),
-    "timetables": {"schedules"},
-    "training_counts": set(),
-    "variable_rules": set(),
-    "variables": set(),
-    "worker_metrics": {"variables"},
-    "worker_processes": set(),
-}
+# The folders from the bottom up, each with what it imports of those above its
+# line, and its files, each of which may import those before it. The package
+# itself has the public names, which lead to their homes.
+TABLE = """
+folder     | imports                    | files
+tensors    | -                          | mean buckets snapshots
+telemetry  | -                          | telemetry plots
+state      | tensors                    | variables optimizer_parts state
+           |                            | replica_state running_means
+input      | -                          | row_order fingerprints sharding seeds
+workers    | -                          | cluster communicators liveness
+           |                            | lost_exit horovod_rendezvous
+           |                            | collective_communicator
+           |                            | horovod_communicator startup
+schedules  | -                          | schedules adaptive_schedules
+           |                            | timetables losses
+strategy   | tensors state input        | replica_step steps_without_rows
+           | workers                    | gradient_exchange mean_reads
+           |                            | worker_metrics independent_replicas
+           |                            | keras_hooks strategy
+averaging  | tensors telemetry state    | agreement training_counts outer_step
+           | input workers schedules    | rounds fragments fragmented_rounds
+           | strategy                   | averaging_settings participants
+           |                            | averager
+fit        | tensors telemetry state    | fit_callbacks
+           | schedules strategy         | averaged_model_checkpoint backups
+           | averaging                  | callbacks
+files      | tensors                    | file_errors variable_rules batch_norm
+           |                            | archives hdf5_checks model_files
+           |                            | checkpoint_files file_mean
+           |                            | checkpoint_averaging
+tools      | tensors telemetry workers  | worker_processes launcher
+           | files _version             | horovod_build network_probe doctor cli
+"""
+
+
+def _folders():
+    """Maps each folder to the lists of what it imports and of its files."""
+    found = {}
+    for line in TABLE.strip().split("\n")[1:]:
+        folder, uses, names = (cell.split() for cell in line.split("|"))
+        if folder:
+            last = found[folder[0]] = ([], [])
+        last[0].extend(name for name in uses if name != "-")
+        last[1].extend(names)
+    return found
+
+
+FOLDERS = _folders()
+# Public modules, which import nothing of this library.
+TOP = {"__init__", "_version", "outer_optimizers"}
+MODULES = sorted(
+    str(path.relative_to(PACKAGE).with_suffix(""))
+    for path in PACKAGE.rglob("*.py")
+)
+
 # Who may import `tensorflow.python`, read an optimizer's private state, and
 # import Horovod.
 PRIVATE_TENSORFLOW = {
@@ -351,7 +225,7 @@ def _imports(module):
 def test_names_are_found_where_they_are():
     """When they are used, and by what reads programs without running them."""
     static = {
-        alias.name: node.module.rpartition(".")[2]
+        alias.name: node.module.removeprefix("tf_avgstrategy.")
         for node in ast.walk(_tree("__init__"))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -371,25 +245,53 @@ def test_names_are_found_where_they_are():
 
 
 def test_every_module_has_its_place():
-    assert sorted(MAY_IMPORT) == MODULES
+    listed = [
+        f"{folder}/{name}"
+        for folder, (_, names) in FOLDERS.items()
+        for name in ["__init__", *names]
+    ]
+    assert sorted([*listed, *TOP]) == MODULES
 
 
-def test_the_map_has_no_cycle():
-    done = set()
-    while len(done) < len(MAY_IMPORT):
-        ready = {m for m, needs in MAY_IMPORT.items() if needs <= done} - done
-        assert ready, f"a cycle among {sorted(set(MAY_IMPORT) - done)}"
-        done |= ready
+def test_folders_come_before_those_that_use_them():
+    before = ["_version"]
+    for folder, (uses, _) in FOLDERS.items():
+        assert set(uses) <= set(before), folder
+        before.append(folder)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_stay_within_the_map(module):
+def test_imports_point_downwards(module):
     own = {
-        name.split(".")[1]
+        tuple(name.split(".")[1:3])
         for name in _imports(module)
         if name.startswith("tf_avgstrategy.")
     }
-    assert own <= MAY_IMPORT[module]
+    if module == "__init__":
+        return  # It leads to all.
+    folder, _, name = module.rpartition("/")
+    if not folder or name == "__init__":
+        assert own == set()
+        return
+    uses, names = FOLDERS[folder]
+    before = names[: names.index(name)]
+    for first, *rest in own:
+        if first == folder:
+            assert rest[0] in before
+        else:
+            assert first in uses
+            assert first in TOP or rest[0] in FOLDERS[first][1]
+
+
+def test_folders_use_what_they_say():
+    for folder, (uses, names) in FOLDERS.items():
+        used = {
+            name.split(".")[1]
+            for module in names
+            for name in _imports(f"{folder}/{module}")
+            if name.startswith("tf_avgstrategy.")
+        }
+        assert used - {folder} == set(uses), folder
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -402,6 +304,7 @@ def test_private_modules_are_imported_where_they_may_be(module):
         )
     ]
     allowed = []
+    module = module.rpartition("/")[2]
     if module in PRIVATE_TENSORFLOW:
         allowed.append("tensorflow.python")
     if module in PROTOCOL_BUFFERS:
@@ -429,6 +332,7 @@ def test_private_attributes_are_read_where_they_may_be(module):
     } - own
     listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
     listed |= {name.rpartition(".")[2] for name in PRIVATE_TENSORFLOW_NAMES}
+    module = module.rpartition("/")[2]
     if module in PRIVATE_TENSORFLOW | PRIVATE_KERAS:
         assert foreign <= listed
     else:
@@ -437,7 +341,7 @@ def test_private_attributes_are_read_where_they_may_be(module):
 
 def test_private_imports_are_in_the_list():
     listed = " ".join(PRIVATE_TENSORFLOW_NAMES)
-    for module in PRIVATE_TENSORFLOW:
+    for module in MODULES:
         for name in _imports(module):
             if name.startswith("tensorflow.python"):
                 assert f"{name}." in listed

@@ -1,4 +1,4 @@
-"""`BUILD` says what the code imports, no more and no less."""
+"""The `BUILD` of each folder says what its code imports, and no more."""
 
 import ast
 import pathlib
@@ -7,90 +7,115 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "tf_avgstrategy"
-RUNNER = "tests/run_pytest.py"
+FOLDERS = sorted(
+    str(path.parent.relative_to(ROOT))
+    for top in (PACKAGE, "tests", "examples")
+    for path in (ROOT / top).rglob("BUILD")
+)
 
 
-def _rules():
-    """The rules of the file, as dicts. Bazel's syntax is Python's."""
+def _rules(folder):
+    """The rules of a folder, as dicts. Bazel's syntax is Python's."""
     rules = []
-    for node in ast.parse((ROOT / "BUILD").read_text()).body:
+    for node in ast.parse((ROOT / folder / "BUILD").read_text()).body:
         call = getattr(node, "value", None)
         if isinstance(call, ast.Call) and call.func.id.startswith("py_"):
-            rule = {
-                keyword.arg: ast.literal_eval(keyword.value)
-                for keyword in call.keywords
-                if keyword.arg != "data"
-            }
-            rules.append({"kind": call.func.id, **rule})
+            rule = {"kind": call.func.id}
+            for keyword in call.keywords:
+                rule[keyword.arg] = _value(folder, keyword.value)
+            rules.append(rule)
     return rules
 
 
-RULES = _rules()
-BY_SOURCE = {rule["srcs"][-1]: rule for rule in RULES}
+def _value(folder, node):
+    """A literal, or the files that a glob finds."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    patterns = ast.literal_eval(node.args[0])
+    exclude = [ast.literal_eval(k.value) for k in node.keywords]
+    found, left_out = (
+        {p.name for each in names for p in (ROOT / folder).glob(each)}
+        for names in (patterns, sum(exclude, []))
+    )
+    return sorted(found - left_out)
 
 
-def _dependencies(path):
-    """Names of the rules that a file's imports need."""
+def _sources(folder, rule):
+    names = rule.get("srcs")
+    if rule["kind"] == "py_tests":
+        names = [p.name for p in (ROOT / folder).glob("test_*.py")]
+    return [ROOT / folder / name for name in names]
+
+
+def _dependencies(folder, rule):
+    """Labels of the rules that the imports of a rule's files need."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            source = _source_of(name)
-            if source is not None:
-                found.add(":" + BY_SOURCE[source]["name"])
-    return found
+    for path in _sources(folder, rule):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {_label(name) for name in names}
+    found -= {None, f"//{folder}:{rule.get('name')}"}
+    return {label.removeprefix(f"//{folder}:").strip() for label in found}
 
 
-def _source_of(name):
+def _label(name):
     first, *rest = name.split(".")
-    if first == PACKAGE:
-        # From the deepest module that there is: names may be objects.
-        for candidate in [*rest[:1], "__init__"]:
-            if (ROOT / PACKAGE / f"{candidate}.py").exists():
-                return f"{PACKAGE}/{candidate}.py"
     for folder in ("tests", "tests/integration"):
         if (ROOT / folder / f"{first}.py").exists():
-            return f"{folder}/{first}.py"
-    return None
+            return f"//{folder}:support"
+    if first != PACKAGE:
+        return None
+    if rest and (ROOT / PACKAGE / rest[0]).is_dir():
+        return f"//{PACKAGE}/{rest[0]}:{rest[0]}"
+    if rest and (ROOT / PACKAGE / f"{rest[0]}.py").exists():
+        return f"//{PACKAGE}:{rest[0].lstrip('_')}"
+    return f"//{PACKAGE}:{PACKAGE}"
 
 
-def _files(kind):
-    if kind == "py_test":
-        return sorted((ROOT / "tests").rglob("test_*.py"))
-    if kind == "py_binary":
-        return sorted((ROOT / "examples").glob("*.py"))
-    return sorted((ROOT / PACKAGE).glob("*.py"))
+def _full(folder, label):
+    """A label with its folder and its name, less this folder's."""
+    if label.startswith(":"):
+        return label[1:]
+    place, _, name = label.removeprefix("//").partition(":")
+    return f"//{place}:{name or place.rpartition('/')[2]}"
 
 
-@pytest.mark.parametrize("kind", ["py_library", "py_test", "py_binary"])
-def test_every_file_has_its_rule(kind):
-    files = {str(path.relative_to(ROOT)) for path in _files(kind)}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_dependencies_are_the_imports(folder):
+    for rule in _rules(folder):
+        expected = _dependencies(folder, rule)
+        if rule["kind"] == "py_tests":
+            # conftest.py, which pytest imports.
+            own = "support" if folder == "tests" else "//tests:support"
+            expected.add(own)
+            if (ROOT / folder / "conftest.py").exists():
+                expected.add("support")
+        given = rule.get("deps", [])
+        assert {_full(folder, label) for label in given} == expected
+        assert given == sorted(given)
+
+
+def test_every_file_has_its_rule():
     listed = {
-        rule["srcs"][-1]
-        for rule in RULES
-        if rule["kind"] == kind and not rule.get("testonly")
+        path
+        for folder in FOLDERS
+        for rule in _rules(folder)
+        for path in _sources(folder, rule)
     }
-    assert listed == files
-
-
-@pytest.mark.parametrize("source", sorted(BY_SOURCE))
-def test_dependencies_are_the_imports(source):
-    rule = BY_SOURCE[source]
-    expected = _dependencies(ROOT / source)
-    if rule["kind"] == "py_test":
-        assert rule["srcs"][0] == rule["main"] == RUNNER
-        expected.add(":conftest")
-        if source.startswith("tests/integration/"):
-            expected.add(":integration_conftest")
-    assert set(rule.get("deps", [])) == expected
-    assert rule.get("deps", []) == sorted(rule.get("deps", []))
+    files = {
+        path
+        for top in (PACKAGE, "tests", "examples")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    by_hand = {ROOT / "tests" / name for name in ("run_pytest.py",)}
+    assert files - listed == by_hand | {ROOT / "tests" / "install_wheel.py"}
 
 
 def test_names_are_unique():
-    names = [rule["name"] for rule in RULES]
-    assert len(set(names)) == len(names)
+    for folder in FOLDERS:
+        names = [rule["name"] for rule in _rules(folder) if "name" in rule]
+        assert len(set(names)) == len(names)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import tf_avgstrategy as avg
-from tf_avgstrategy import cluster
+from tf_avgstrategy.workers import cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_avgstrategy as avg
-from tf_avgstrategy import variables
+from tf_avgstrategy.state import variables
 
 # T1, the two-slope toy: y = w * x from w = 4, squared error, SGD 0.125. A step
 # on row A multiplies w by 0.75, a step on row B sets w to 8. All values are

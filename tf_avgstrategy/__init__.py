@@ -7,21 +7,25 @@ from tf_avgstrategy._version import __version__
 
 if TYPE_CHECKING:
     from tf_avgstrategy import outer_optimizers
-    from tf_avgstrategy.adaptive_schedules import AdaComm
-    from tf_avgstrategy.adaptive_schedules import DivergenceTriggered
-    from tf_avgstrategy.adaptive_schedules import QuadraticSynchronizationRule
-    from tf_avgstrategy.adaptive_schedules import TimeBased
-    from tf_avgstrategy.averaged_model_checkpoint import AveragedModelCheckpoint
-    from tf_avgstrategy.averager import ParameterAverager
-    from tf_avgstrategy.callbacks import PeriodicAveraging
-    from tf_avgstrategy.checkpoint_averaging import average_models
-    from tf_avgstrategy.communicators import Communicator
-    from tf_avgstrategy.communicators import WorkerLostError
-    from tf_avgstrategy.fit_callbacks import chief_only
-    from tf_avgstrategy.schedules import Periodic
-    from tf_avgstrategy.schedules import Schedule
-    from tf_avgstrategy.schedules import Stagewise
-    from tf_avgstrategy.strategy import ParameterAveragingStrategy
+    from tf_avgstrategy.averaging.averager import ParameterAverager
+    from tf_avgstrategy.files.checkpoint_averaging import average_models
+    from tf_avgstrategy.fit.averaged_model_checkpoint import (
+        AveragedModelCheckpoint,
+    )
+    from tf_avgstrategy.fit.callbacks import PeriodicAveraging
+    from tf_avgstrategy.fit.fit_callbacks import chief_only
+    from tf_avgstrategy.schedules.adaptive_schedules import AdaComm
+    from tf_avgstrategy.schedules.adaptive_schedules import DivergenceTriggered
+    from tf_avgstrategy.schedules.adaptive_schedules import (
+        QuadraticSynchronizationRule,
+    )
+    from tf_avgstrategy.schedules.adaptive_schedules import TimeBased
+    from tf_avgstrategy.schedules.schedules import Periodic
+    from tf_avgstrategy.schedules.schedules import Schedule
+    from tf_avgstrategy.schedules.schedules import Stagewise
+    from tf_avgstrategy.strategy.strategy import ParameterAveragingStrategy
+    from tf_avgstrategy.workers.communicators import Communicator
+    from tf_avgstrategy.workers.communicators import WorkerLostError
 
 __all__ = [
     "AdaComm",
@@ -47,21 +51,21 @@ __all__ = [
 # that starts workers and waits for them need not load TensorFlow.
 _HOMES = {
     "outer_optimizers": None,
-    "AdaComm": "adaptive_schedules",
-    "DivergenceTriggered": "adaptive_schedules",
-    "QuadraticSynchronizationRule": "adaptive_schedules",
-    "TimeBased": "adaptive_schedules",
-    "AveragedModelCheckpoint": "averaged_model_checkpoint",
-    "ParameterAverager": "averager",
-    "PeriodicAveraging": "callbacks",
-    "average_models": "checkpoint_averaging",
-    "Communicator": "communicators",
-    "WorkerLostError": "communicators",
-    "chief_only": "fit_callbacks",
-    "Periodic": "schedules",
-    "Schedule": "schedules",
-    "Stagewise": "schedules",
-    "ParameterAveragingStrategy": "strategy",
+    "AdaComm": "schedules.adaptive_schedules",
+    "DivergenceTriggered": "schedules.adaptive_schedules",
+    "QuadraticSynchronizationRule": "schedules.adaptive_schedules",
+    "TimeBased": "schedules.adaptive_schedules",
+    "AveragedModelCheckpoint": "fit.averaged_model_checkpoint",
+    "ParameterAverager": "averaging.averager",
+    "PeriodicAveraging": "fit.callbacks",
+    "average_models": "files.checkpoint_averaging",
+    "Communicator": "workers.communicators",
+    "WorkerLostError": "workers.communicators",
+    "chief_only": "fit.fit_callbacks",
+    "Periodic": "schedules.schedules",
+    "Schedule": "schedules.schedules",
+    "Stagewise": "schedules.schedules",
+    "ParameterAveragingStrategy": "strategy.strategy",
 }
 
 

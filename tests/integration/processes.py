@@ -15,8 +15,8 @@ import job_worker
 import pool_worker
 import pytest
 
-from tf_avgstrategy import horovod_rendezvous
-from tf_avgstrategy import launcher
+from tf_avgstrategy.tools import launcher
+from tf_avgstrategy.workers import horovod_rendezvous
 
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 COMMUNICATORS = [

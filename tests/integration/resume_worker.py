@@ -24,7 +24,7 @@ from absl import flags
 from keras import layers
 
 import tf_avgstrategy as avg
-from tf_avgstrategy import variables
+from tf_avgstrategy.state import variables
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("save_freq", "3", "Batches between backups, or epoch.")

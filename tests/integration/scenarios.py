@@ -14,7 +14,7 @@ import toys
 from keras import layers
 
 import tf_avgstrategy as avg
-from tf_avgstrategy import startup
+from tf_avgstrategy.workers import startup
 
 # One worker's rows, from the worker's first replica on.
 ROWS = (toys.ROW_A, toys.ROW_B)

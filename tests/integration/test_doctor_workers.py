@@ -8,7 +8,7 @@ import processes
 import pytest
 
 # What the installed command does.
-COMMAND = "from tf_avgstrategy import cli; cli.main()"
+COMMAND = "from tf_avgstrategy.tools import cli; cli.main()"
 OPTIONS = ["--parameters=1e5", "--step_ms=10"]
 
 TIME = r"([\d.]+ m?s)"

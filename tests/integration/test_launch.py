@@ -20,7 +20,7 @@ import processes
 import pytest
 
 import tf_avgstrategy
-from tf_avgstrategy import worker_processes
+from tf_avgstrategy.tools import worker_processes
 
 PACKAGE = pathlib.Path(tf_avgstrategy.__file__).parent
 MARKER = "TF_AVGSTRATEGY_TEST_LAUNCH"
@@ -35,8 +35,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 package = types.ModuleType("tf_avgstrategy")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["tf_avgstrategy"] = package
-from tf_avgstrategy import launcher
-from tf_avgstrategy import worker_processes
+from tf_avgstrategy.tools import launcher
+from tf_avgstrategy.tools import worker_processes
 assert not {{"tensorflow", "keras"}} & set(sys.modules)
 options = json.loads(sys.argv[1])
 for name in options.pop("ignored", []):
@@ -294,7 +294,7 @@ class TestEnvironment:
         job.start_python(
             [
                 "-c",
-                "from tf_avgstrategy import cli; cli.main()",
+                "from tf_avgstrategy.tools import cli; cli.main()",
                 *("launch", "--workers", "2", "--devices-per-worker=1"),
                 *(path, *flags),
             ]

@@ -7,7 +7,7 @@ import keras
 import processes
 import pytest
 
-from tf_avgstrategy import lost_exit
+from tf_avgstrategy.workers import lost_exit
 
 # The limit of an exchange; 3 s for who does not answer; and what a busy machine
 # takes longer.

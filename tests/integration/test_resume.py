@@ -15,7 +15,7 @@ import keras
 import processes
 import pytest
 
-from tf_avgstrategy import lost_exit
+from tf_avgstrategy.workers import lost_exit
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = "resume_worker.py"

@@ -11,7 +11,7 @@ import time
 import processes
 import pytest
 
-from tf_avgstrategy import lost_exit
+from tf_avgstrategy.workers import lost_exit
 
 
 def start(how, environment):

@@ -10,7 +10,7 @@ import tensorflow as tf
 import toys
 
 import tf_avgstrategy as avg
-from tf_avgstrategy import seeds
+from tf_avgstrategy.input import seeds
 
 NUM_ROWS = 32
 EPOCHS = 2

@@ -1,0 +1,4 @@
+"""Files of finished models: their variables, and the mean of several.
+
+Imports `tensors`.
+"""

@@ -1,0 +1,4 @@
+"""Workers: how processes find each other, exchange, and notice a loss.
+
+Imports nothing else of this library. Alone imports Horovod.
+"""
