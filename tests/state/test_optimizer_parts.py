@@ -1,5 +1,6 @@
 import keras
 import pytest
+import tensorflow as tf
 import toys
 from keras import layers
 from keras import optimizers
@@ -83,3 +84,23 @@ class TestDescribe:
             for rate in (0.5, 0.25)
         }
         assert len(texts) == 2
+
+
+@pytest.mark.skipif(
+    not hasattr(optimizers, "ScheduleFreeAdamW"),
+    reason="This Keras has no ScheduleFreeAdamW.",
+)
+@pytest.mark.parametrize("in_function", [True, False])
+def test_a_step_that_builds_an_optimizer_builds_it_on_all_replicas(in_function):
+    strategy = toys.make_strategy(2)
+    with strategy.scope():
+        v = keras.Variable(2.0)
+        optimizer = optimizers.ScheduleFreeAdamW(1.0)
+
+    def run():
+        strategy.run(lambda: optimizer.apply([tf.zeros([])], [v]))
+
+    tf.function(run)() if in_function else run()
+    assert toys.scalars(v) == [2.0, 2.0]
+    for momentum in optimizer._momentums:
+        assert toys.scalars(momentum) == [2.0, 2.0]

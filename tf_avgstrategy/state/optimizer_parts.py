@@ -5,9 +5,12 @@ With `state.py` the only reader of Keras optimizer internals.
 
 import math
 
+import tensorflow as tf
+
 from tf_avgstrategy.state import variables as replica_variables
 
 __all__ = [
+    "build_on_all_replicas",
     "compilation",
     "describe",
     "finalize",
@@ -22,6 +25,31 @@ __all__ = [
     "steps_made",
     "trainable_variables",
 ]
+
+
+def build_on_all_replicas(optimizer, trainable_variables):
+    """Builds an optimizer of which a replica's step makes first use.
+
+    Within a replica Keras would build it once, for the replica that comes
+    first. What `build` assigns to slots would be missing on all others: those
+    of ScheduleFreeAdamW begin as the variables do.
+
+    Args:
+        optimizer: Keras optimizer that is not built.
+        trainable_variables: List of variables, of which those of another
+            strategy leave it unbuilt.
+    """
+    first = trainable_variables[0]
+    is_local = replica_variables.replica_copies(first) is not None
+    if not is_local or not tf.compat.v1.executing_eagerly_outside_functions():
+        return
+    strategy = replica_variables.strategy_of(first)
+
+    def build():
+        with strategy.scope():
+            optimizer.build(trainable_variables)
+
+    replica_variables.outside_of_scopes(build)
 
 
 def describe(optimizer):

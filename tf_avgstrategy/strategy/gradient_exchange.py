@@ -420,6 +420,9 @@ def _wrap_apply(optimizer_class):
         grads = list(grads)
         in_replica = tf.distribute.get_replica_context() is not None
         if step is None or not in_replica or not step.exchanges(grads):
+            if in_replica and not self.built and trainable_variables:
+                trainable_variables = list(trainable_variables)
+                optimizer_parts.build_on_all_replicas(self, trainable_variables)
             return original(self, grads, trainable_variables)
         if not self.built:
             raise ValueError(
