@@ -31,9 +31,9 @@ strategy   | tensors state input        | replica_step steps_without_rows
            |                            | worker_metrics independent_replicas
            |                            | keras_hooks strategy
 averaging  | tensors telemetry state    | agreement training_counts outer_step
-           | input workers schedules    | rounds fragments fragmented_rounds
-           | strategy                   | averaging_settings participants
-           |                            | averager
+           | input schedules strategy   | exchanges rounds fragments
+           |                            | fragmented_rounds averaging_settings
+           |                            | decisions participants averager
 fit        | tensors telemetry state    | fit_callbacks
            | schedules strategy         | averaged_model_checkpoint backups
            | averaging                  | callbacks

@@ -4,6 +4,7 @@ import tensorflow as tf
 import toys
 from keras import layers
 
+from tf_avgstrategy.averaging import exchanges
 from tf_avgstrategy.averaging import rounds
 from tf_avgstrategy.state import state
 from tf_avgstrategy.state import variables
@@ -24,12 +25,11 @@ def make(values, communicator=None, **options):
         list(made.values()), [], slots="mean", overrides={}
     )
     travelling = state.travelling_rules(rules)
-    references = (
-        []
-        if communicator is None
-        else [tf.Variable(tf.zeros([])) for _ in travelling]
-    )
-    return made, rounds.Round(rules, strategy.communicator, references)
+    if communicator is None:
+        return made, rounds.Round(rules)
+    references = [tf.Variable(tf.zeros([])) for _ in travelling]
+    exchange = exchanges.AllReduce(communicator)
+    return made, rounds.Round(rules, exchange, references)
 
 
 def extremes(number=0):
@@ -88,7 +88,8 @@ class TestWithAnotherWorker:
             layer.variables, [], slots="mean", overrides={}
         )
         references = [tf.Variable([0.0]), tf.Variable([0.0])]
-        round_ = rounds.Round(rules, communicator, references)
+        exchange = exchanges.AllReduce(communicator)
+        round_ = rounds.Round(rules, exchange, references)
         round_.run(mean.shares([1, 1], total=4), extremes())
         assert toys.scalars(layer.moving_mean) == [2.0] * 2
         assert toys.scalars(layer.moving_variance) == [5.0] * 2

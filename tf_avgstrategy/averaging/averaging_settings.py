@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_avgstrategy.averaging import exchanges
 from tf_avgstrategy.averaging import fragments as fragment_cuts
 from tf_avgstrategy.averaging import outer_step
 from tf_avgstrategy.schedules import schedules
@@ -31,6 +32,7 @@ class Settings(NamedTuple):
         elastic_alpha: Float in (0, 1].
         local_period: Int >= 1 or None.
         telemetry: Bool, whether rounds are measured.
+        exchange: Function of a `Communicator` that returns an `Exchange`.
     """
 
     schedule: object
@@ -44,6 +46,7 @@ class Settings(NamedTuple):
     elastic_alpha: float = 1.0
     local_period: object = None
     telemetry: bool = False
+    exchange: object = None
 
     @property
     def keeps_references(self):
@@ -75,6 +78,7 @@ class Settings(NamedTuple):
             "elastic_alpha": self.elastic_alpha,
             "local_period": self.local_period,
             "telemetry": self.telemetry,
+            "exchange": self.exchange.__name__,
         }
         return ", ".join(f"{name}={value}" for name, value in settings.items())
 
@@ -127,6 +131,7 @@ def make(  # noqa: PLR0913 - one for each choice of the user.
         elastic_alpha=elastic_alpha,
         local_period=local_period,
         telemetry=bool(telemetry),
+        exchange=exchanges.AllReduce,
     )
 
 

@@ -17,7 +17,7 @@ class FragmentedRound:
     Args:
         fragments: List of `Fragment`.
         rules: List of `StateRule`, those of all fragments.
-        communicator: `Communicator`.
+        exchange: `Exchange`. `None`: no other worker takes part.
         references: List of tensors, one for each of the rules that travel, bit
             for bit the same on every worker. Empty where none are kept.
         outer_optimizer: `keras.optimizers.Optimizer` or None.
@@ -34,7 +34,7 @@ class FragmentedRound:
         self,
         fragments,
         rules,
-        communicator,
+        exchange,
         *,
         references,
         outer_optimizer,
@@ -74,7 +74,7 @@ class FragmentedRound:
         def make(own, outer=None):
             return rounds.Round(
                 own,
-                communicator,
+                exchange,
                 [
                     kept[id(rule.copies[0])]
                     for rule in state.travelling_rules(own)
@@ -128,9 +128,13 @@ class FragmentedRound:
         """
         chosen = [self._rounds[place] for place in places]
         with watch.exchange():
-            sums = [one.begin(own) for one, own in zip(chosen, shares)]
+            handles = [one.begin(own) for one, own in zip(chosen, shares)]
+            sums = [
+                one.receive(handle, own)
+                for one, handle, own in zip(chosen, handles, shares)
+            ]
         for one, total, own in zip(chosen, sums, shares):
-            one.finish(total, own, extremes, is_elastic, inner_rate)
+            one.write(total, own, extremes, is_elastic, inner_rate)
 
     def outer_tensors(self):
         """Returns what the outer optimizers hold, a dict from string."""

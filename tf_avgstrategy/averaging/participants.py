@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_avgstrategy.averaging import agreement
+from tf_avgstrategy.averaging import decisions
 from tf_avgstrategy.averaging import fragmented_rounds
 from tf_avgstrategy.averaging import fragments
 from tf_avgstrategy.averaging import rounds
@@ -23,7 +24,6 @@ from tf_avgstrategy.telemetry import telemetry
 from tf_avgstrategy.tensors import buckets
 from tf_avgstrategy.tensors import mean
 from tf_avgstrategy.tensors import snapshots
-from tf_avgstrategy.workers import communicators
 
 __all__ = ["Participant"]
 
@@ -341,36 +341,38 @@ class Participant:
             return statuses, self._communicator.all_gather_bytes(
                 give(kind), f"{kind}: "
             )
-        is_asked = any(s.looks for s in statuses)
-        # Who waits for others leaves it to their schedule.
-        is_forced = any(s.wants_round for s in statuses) and not is_asked
-        is_scheduled = is_asked and self.timetable.is_due(facts)
-        if is_forced or is_scheduled:
-            counted = np.multiply(rows, is_healthy)
-            totals = sum(status.fragments[:, 0] for status in statuses)
-            if weights is None:
-                counted = np.where(totals[:, None] > 0, counted, is_healthy)
-                healthy = sum(status.num_replicas for status in statuses)
-                totals = np.where(totals > 0, totals, healthy)
-            places = self._travelling_places(statuses, facts, is_forced)
-            is_elastic = is_scheduled and self._is_elastic(statuses, facts)
+        decision = self._decide(statuses, facts)
+        if decision.is_round:
             self._run_round(
                 statuses,
-                places,
-                counted=counted,
-                totals=totals,
+                decision,
+                decisions.weigh(
+                    statuses, rows, is_healthy, are_given=weights is not None
+                ),
                 inner_rate=facts.learning_rate,
-                is_scheduled=is_scheduled,
-                is_elastic=is_elastic,
                 watch=watch,
             )
-            if not is_elastic:
-                self._counts.note(places, now)
-            self._local_counts.note(places, now)
-        if is_forced or is_asked:
-            is_round = is_forced or is_scheduled
-            self.timetable.advance(facts, is_round, is_scheduled)
+            if not decision.is_elastic:
+                self._counts.note(decision.places, now)
+            self._local_counts.note(decision.places, now)
+        if decision.is_round or decision.is_asked:
+            self.timetable.advance(
+                facts, decision.is_round, decision.is_scheduled
+            )
         return statuses, []
+
+    def _decide(self, statuses, facts):
+        timetable = self.timetable
+        return decisions.decide(
+            statuses,
+            is_due=lambda: timetable.is_due(facts),
+            is_warming_up=timetable.schedule.is_warming_up(facts.step),
+            travelling=[
+                fragment.travels_in(timetable.count + 1)
+                for fragment in self._fragments
+            ],
+            elastic_alpha=self._settings.elastic_alpha,
+        )
 
     def average_locally(self, before, after):
         """Averages the replicas of this worker alone, if it is time for that.
@@ -403,43 +405,16 @@ class Participant:
             self._local_rounds[place].run(mean.shares(weights), extremes)
         self._local_counts.note(places, now)
 
-    def _is_elastic(self, statuses, facts):
-        """Whether a scheduled round leaves replicas apart."""
-        if self._settings.elastic_alpha == 1:
-            return False
-        # A replica that is not finite moves nowhere, and in a warm-up all are
-        # to be equal.
-        is_excluding = any(status.num_excluded for status in statuses)
-        is_warm = self.timetable.schedule.is_warming_up(facts.step)
-        return not (is_excluding or is_warm)
-
-    def _travelling_places(self, statuses, facts, is_forced):
-        """Which fragments this round moves."""
-        every = list(range(len(self._fragments)))
-        if not is_forced:
-            is_warm = self.timetable.schedule.is_warming_up(facts.step)
-            # A replica that adopts the mean adopts all of it.
-            is_whole = is_warm or any(s.num_excluded for s in statuses)
-            count = self.timetable.count + 1
-            return [
-                place
-                for place in every
-                if is_whole or self._fragments[place].travels_in(count)
-            ]
-        stale = [
-            place
-            for place in every
-            if any(status.fragments[place, 1] for status in statuses)
-        ]
-        return stale or every
-
     def _make_round(self, references):
         outer = {} if self._round is None else self._round.outer_tensors()
         settings = self._settings
+        exchange = None
+        if self._communicator.size > 1:
+            exchange = settings.exchange(self._communicator)
         self._round = fragmented_rounds.FragmentedRound(
             self._fragments,
             self._rules,
-            self._communicator,
+            exchange,
             references=list(references),
             outer_optimizer=settings.outer_optimizer,
             outer_device=settings.outer_device,
@@ -448,10 +423,7 @@ class Participant:
         )
         self._round.restore_outer(outer)
         self._local_rounds = [
-            rounds.Round(
-                fragment.rules, communicators.SingleWorkerCommunicator()
-            )
-            for fragment in self._fragments
+            rounds.Round(fragment.rules) for fragment in self._fragments
         ]
         self._has_new_rules = False
 
@@ -481,18 +453,8 @@ class Participant:
         )
         return status, ~is_excluded
 
-    def _run_round(
-        self,
-        statuses,
-        places,
-        *,
-        counted,
-        totals,
-        inner_rate,
-        is_scheduled,
-        is_elastic,
-        watch,
-    ):
+    def _run_round(self, statuses, decision, shares, *, inner_rate, watch):
+        places = decision.places
         if not places:
             return
         whole = self._round.whole
@@ -501,9 +463,9 @@ class Participant:
         self.excluded += agreement.warn_of_excluded(statuses, paths)
         self._round.run(
             places,
-            [mean.shares(counted[p], totals[p]) for p in places],
+            [shares(place) for place in places],
             agreement.extremes(statuses, whole.agrees_on_floats),
-            is_elastic=is_elastic,
+            is_elastic=decision.is_elastic,
             inner_rate=inner_rate,
             watch=watch,
         )
@@ -522,7 +484,7 @@ class Participant:
                 rank=self._communicator.rank,
                 divergence=self._round.divergence(places),
                 round=self.rounds,
-                is_scheduled=is_scheduled,
+                is_scheduled=decision.is_scheduled,
                 fragments=places,
                 payload_bytes=sum(map(buckets.num_bytes, rounds.specs(moved))),
             )

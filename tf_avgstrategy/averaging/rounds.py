@@ -24,7 +24,7 @@ class Round:
 
     Args:
         rules: List of `StateRule`, on every worker the same.
-        communicator: `Communicator`.
+        exchange: `Exchange`. `None`: no other worker takes part.
         references: List of `tf.Variable`, one for each of the rules that
             travel, bit for bit the same on every worker. May be empty with one
             worker.
@@ -39,13 +39,13 @@ class Round:
     def __init__(
         self,
         rules,
-        communicator,
+        exchange=None,
         references=(),
         outer=None,
         elastic_alpha=1.0,
         measures=False,
     ):
-        self._communicator = communicator
+        self._exchange = exchange
         self._rules = rules
         self._agreeing = [rule for rule in rules if rule.rule in _AGREEING]
         self._travelling = state.travelling_rules(rules)
@@ -76,7 +76,9 @@ class Round:
         self._variances = [r for r in self._travelling if r.rule == "pooled"]
         self._means = [r for r in self._travelling if r.rule != "pooled"]
         self._mean_plan, self._variance_plan = (
-            buckets.plan_buckets(specs(part), communicator.bucket_bytes)
+            buckets.plan_buckets(
+                specs(part), exchange.bucket_bytes if exchange else 0
+            )
             for part in (self._means, self._variances)
         )
         self._read_state = tf.function(self._state, autograph=False)
@@ -150,12 +152,11 @@ class Round:
                 `elastic_alpha` says, or onto it.
             inner_rate: Float, the learning rate of the replicas.
         """
-        self.finish(
-            self.begin(shares), shares, extremes, is_elastic, inner_rate
-        )
+        sums = self.receive(self.begin(shares), shares)
+        self.write(sums, shares, extremes, is_elastic, inner_rate)
 
     def begin(self, shares):
-        """Takes the snapshot that travels and exchanges it.
+        """Takes the snapshot that travels and begins to exchange it.
 
         Workers must have agreed on this round just before.
 
@@ -163,25 +164,39 @@ class Round:
             shares: `Shares` of the local replicas.
 
         Returns:
-            Two lists of buffers, summed over all workers: of what has a mean,
-            and of the variances, which need these means. `None` with one
-            worker, where nothing travels.
+            What `receive` takes. `None` with one worker, where nothing travels.
         """
-        if self._communicator.size == 1:
+        if self._exchange is None:
             return None
         ratios = tf.constant(shares.ratios, tf.float64)
-        offsets = self._take_means(ratios, shares.anchor)
-        sums = self._communicator.all_reduce_sum(offsets, is_agreed=True)
-        if not self._variances:
-            return sums, []
-        offsets = self._take_variances(sums, ratios, shares.anchor)
-        return sums, self._communicator.all_reduce_sum(offsets, is_agreed=True)
+        return self._exchange.begin(self._take_means(ratios, shares.anchor))
 
-    def finish(self, sums, shares, extremes, is_elastic, inner_rate):
-        """Writes what `begin` returned to every replica, all or nothing.
+    def receive(self, handle, shares):
+        """Waits for the sums, and exchanges what needs the means.
 
         Args:
-            sums: What `begin` returned.
+            handle: What `begin` returned.
+            shares: See `begin`.
+
+        Returns:
+            Two lists of buffers, summed over all workers: of what has a mean,
+            and of the variances, which need these means. `None` with one
+            worker.
+        """
+        if self._exchange is None:
+            return None
+        sums = self._exchange.finish(handle)
+        if not self._variances:
+            return sums, []
+        ratios = tf.constant(shares.ratios, tf.float64)
+        offsets = self._take_variances(sums, ratios, shares.anchor)
+        return sums, self._exchange.finish(self._exchange.begin(offsets))
+
+    def write(self, sums, shares, extremes, is_elastic, inner_rate):
+        """Writes what came of `receive` to every replica, all or nothing.
+
+        Args:
+            sums: What `receive` returned.
             shares: See `run`.
             extremes: See `run`.
             is_elastic: See `run`.
