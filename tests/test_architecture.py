@@ -34,7 +34,7 @@ averaging  | tensors telemetry state    | agreement training_counts outer_step
            | input schedules strategy   | exchanges rounds fragments
            |                            | fragmented_rounds averaging_settings
            |                            | decisions participants averager
-fit        | tensors telemetry state    | fit_callbacks
+fit        | tensors telemetry state    | fit_callbacks compilation
            | schedules strategy         | averaged_model_checkpoint backups
            | averaging                  | callbacks
 files      | tensors                    | file_errors variable_rules batch_norm

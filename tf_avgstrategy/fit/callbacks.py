@@ -1,26 +1,26 @@
 """Keras callbacks: rounds inside `model.fit`."""
 
 import functools
-import math
 import os
 
 import keras
-import tensorflow as tf
 
 from tf_avgstrategy.averaging import agreement
 from tf_avgstrategy.averaging import averager as averagers
 from tf_avgstrategy.averaging import averaging_settings
 from tf_avgstrategy.fit import backups
+from tf_avgstrategy.fit import compilation
 from tf_avgstrategy.fit import fit_callbacks
 from tf_avgstrategy.schedules import schedules
 from tf_avgstrategy.state import optimizer_parts
+from tf_avgstrategy.strategy import keras_hooks
 from tf_avgstrategy.strategy import worker_metrics
 from tf_avgstrategy.telemetry import telemetry as telemetries
 
 __all__ = ["PeriodicAveraging"]
 
 
-class PeriodicAveraging(keras.callbacks.Callback):
+class PeriodicAveraging(keras_hooks.FitHooks):
     """Averages parameters and optimizer slots over replicas during `fit`.
 
     Rounds follow steps `period`, `2 * period`, ... of the training. One more,
@@ -271,11 +271,13 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._is_epoch_open = False
-        self._check_steps_per_execution()
+        compilation.check_steps_per_execution(
+            self.model, self.schedule, self._settings.local_period
+        )
         self.model.distribute_strategy.check_environment()
-        _move_new_optimizer_into_scope(self.model)
-        self._prepare_gradient_exchange()
-        _compile_per_replica(self.model)
+        compilation.move_new_optimizer_into_scope(self.model)
+        compilation.prepare_gradient_exchange(self.model, self.schedule)
+        compilation.compile_per_replica(self.model)
         # A `fit` that failed may have left it on.
         self.model.distribute_strategy.count_all_runs(False)
         # Keras distributes validation data before it says that validation
@@ -466,115 +468,3 @@ class PeriodicAveraging(keras.callbacks.Callback):
                 f"{ours[0].schedule} and one of {ours[1].schedule}. Remove one "
                 "of them from `callbacks`."
             )
-
-    def _prepare_gradient_exchange(self):
-        extended = self.model.distribute_strategy.extended
-        if self.schedule.gradient_steps:
-            extended.prepare_gradient_exchange()
-        exchange = extended.exchange
-        if exchange is None:
-            return
-        if _compiles(self.model):
-            raise ValueError(
-                "XLA cannot compile a step that exchanges gradients. Received: "
-                "`jit_compile=True` with `gradient_sync` or "
-                '`warmup="gradients"`. Compile with jit_compile=False.'
-            )
-        executed = self.model.steps_per_execution
-        is_global = exchange.spans_workers or self.schedule.gradient_steps
-        if executed > 1 and is_global and extended.communicator.size > 1:
-            # Their data may end at different steps of an execution, of which
-            # no worker knows.
-            raise ValueError(
-                "Workers that exchange gradients must come back to Keras after "
-                f"every step. Received: steps_per_execution={executed} with "
-                '`gradient_sync="global"` or `warmup="gradients"`. Compile '
-                "with steps_per_execution=1."
-            )
-        if self.model not in exchange.models:
-            exchange.models.add(self.model)
-            # What was traced before exchanges none.
-            self.model.make_train_function(force=True)
-
-    def _check_steps_per_execution(self):
-        executed = self.model.steps_per_execution
-        accumulated = optimizer_parts.gradient_accumulation_steps(
-            optimizer_parts.find_optimizers(self.model)
-        )
-        unit = executed // math.gcd(executed, accumulated)
-        warmup_steps = getattr(self.schedule, "warmup_steps", 0)
-        if 1 in self.schedule.periods[:1] and warmup_steps and unit > 1:
-            raise ValueError(
-                "`warmup_steps` needs a callback after every step. Received: "
-                f"warmup_steps={warmup_steps} with steps_per_execution="
-                f"{executed}. Compile with steps_per_execution=1 or pass "
-                "warmup_steps=0."
-            )
-        local = self._settings.local_period
-        for period in (*self.schedule.periods, *([local] if local else [])):
-            if period % unit:
-                fitting = -(-period // unit) * unit
-                raise ValueError(
-                    "`period` must be a multiple of the steps that Keras runs "
-                    "between two callbacks, or rounds come late. Received: "
-                    f"period={period} with steps_per_execution={executed}. "
-                    f"Pass period={fitting} or compile with "
-                    "steps_per_execution=1."
-                )
-
-
-def _compiles(model):
-    step = vars(model).get("train_step")
-    is_compiled = isinstance(step, _CompiledStep) and (
-        step.compilation is optimizer_parts.compilation(model)
-    )
-    return model.jit_compile or is_compiled
-
-
-class _CompiledStep:
-    """A `train_step` that XLA compiles on each replica.
-
-    Not a `tf.function` itself, which Keras would track and export.
-    """
-
-    def __init__(self, model):
-        self.train_step = model.train_step
-        self.compilation = optimizer_parts.compilation(model)
-        self._compiled = tf.function(self.train_step, jit_compile=True)
-
-    def __call__(self, data):
-        return self._compiled(data)
-
-
-def _compile_per_replica(model):
-    """Moves XLA from the step of all replicas to the step of each one."""
-    step = vars(model).get("train_step")
-    if isinstance(step, _CompiledStep) and (
-        step.compilation is not optimizer_parts.compilation(model)
-    ):
-        # `compile` was called again: what was traced belongs to the past.
-        model.train_step = step.train_step
-        model.make_train_function(force=True)
-    if model.jit_compile:
-        model.jit_compile = False
-        model.train_step = _CompiledStep(model)
-        model.make_train_function(force=True)
-
-
-def _move_new_optimizer_into_scope(model):
-    """Makes the optimizer of `compile("sgd")` outside the scope again inside.
-
-    Keras does not complain about it if the optimizer has no slots. One that
-    was told more than its name is refused: whoever told it holds it.
-    """
-    strategy = model.distribute_strategy
-    optimizer = model.optimizer
-    if optimizer is None or optimizer_parts.is_in_scope(optimizer, strategy):
-        return
-    if optimizer_parts.has_only_defaults(optimizer):
-        with strategy.scope():
-            model.optimizer = type(optimizer).from_config(
-                optimizer.get_config()
-            )
-            model.optimizer.build(model.trainable_variables)
-        model.make_train_function(force=True)

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 from absl import logging
 
+from tf_avgstrategy.strategy import keras_hooks
+
 __all__ = [
     "SaveMoments",
     "arrange_writers",
@@ -119,7 +121,7 @@ def chief_only(callback):
     )
     ```
     """
-    if hasattr(callback, "arrange"):
+    if isinstance(callback, keras_hooks.FitHooks):
         raise ValueError(
             "Averaging needs every worker. Received: a "
             f"{type(callback).__name__} in `chief_only`. Pass it to `fit` as "

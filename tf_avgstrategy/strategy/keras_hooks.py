@@ -19,7 +19,7 @@ from tf_avgstrategy.strategy import independent_replicas
 from tf_avgstrategy.strategy import worker_metrics
 from tf_avgstrategy.tensors import snapshots
 
-__all__ = ["install"]
+__all__ = ["FitHooks", "install"]
 
 _FILE_SUFFIXES = (".keras", ".h5", ".hdf5")
 # What an exchange within a step raises if a worker is gone.
@@ -32,6 +32,38 @@ _EXCHANGE_ERRORS = (
     tf.errors.UnknownError,
 )
 _WRAPPED = "_tf_avgstrategy_wrapped"
+
+
+class FitHooks(keras.callbacks.Callback):
+    """What a `fit` under the strategy asks of the callback that averages."""
+
+    def arrange(self, model, callbacks, arguments):
+        """Returns the callbacks of a `fit` in the order to call them."""
+        raise NotImplementedError
+
+    def leave(self):
+        """Is told that the `fit` has ended, or failed."""
+        raise NotImplementedError
+
+    def close_epoch(self):
+        """Is told that an epoch's metrics are about to be computed."""
+        raise NotImplementedError
+
+    def gather_metrics(self, data):
+        """Returns the bytes of all workers, by rank."""
+        raise NotImplementedError
+
+    def gather_plans(self, data):
+        """Returns the bytes of all workers, in the middle of an epoch."""
+        raise NotImplementedError
+
+    def hold_losses(self):
+        """Is told that the model's metrics are used for something else."""
+        raise NotImplementedError
+
+    def resume_losses(self):
+        """Is told that they are the epoch's again."""
+        raise NotImplementedError
 
 
 def install():
@@ -68,7 +100,7 @@ def _fit(original, extended, model, *args, **kwargs):
     given = bound.arguments.get("callbacks")
     is_list = isinstance(given, keras.callbacks.CallbackList)
     callbacks = given.callbacks if is_list else tf.nest.flatten(given or [])
-    averaging = [c for c in callbacks if hasattr(c, "arrange")]
+    averaging = [c for c in callbacks if isinstance(c, FitHooks)]
     if not averaging:
         _warn_without_averaging(extended)
         return original(*bound.args, **bound.kwargs)
