@@ -33,7 +33,8 @@ strategy   | tensors state input        | replica_step steps_without_rows
 averaging  | tensors telemetry state    | agreement training_counts outer_step
            | input schedules strategy   | exchanges rounds fragments
            |                            | fragmented_rounds averaging_settings
-           |                            | decisions participants averager
+           |                            | decisions participants observations
+           |                            | kept_mean averager
 fit        | tensors telemetry state    | fit_callbacks compilation
            | schedules strategy         | averaged_model_checkpoint backups
            | averaging                  | callbacks

@@ -1,21 +1,18 @@
 """The averager: one recipe for every round, whoever asks for it."""
 
 import contextlib
-import json
 import math
-import time
 
 import tensorflow as tf
-from absl import logging
 
 from tf_avgstrategy.averaging import agreement
 from tf_avgstrategy.averaging import averaging_settings
+from tf_avgstrategy.averaging import kept_mean
+from tf_avgstrategy.averaging import observations
 from tf_avgstrategy.averaging import participants
 from tf_avgstrategy.averaging import rounds
-from tf_avgstrategy.schedules import losses
 from tf_avgstrategy.schedules import schedules
 from tf_avgstrategy.state import optimizer_parts
-from tf_avgstrategy.state import running_means
 from tf_avgstrategy.state import state
 from tf_avgstrategy.strategy import strategy as strategies
 from tf_avgstrategy.tensors import buckets
@@ -168,13 +165,10 @@ class ParameterAverager(tf.train.experimental.PythonState):
         self._schedule = settings.schedule
         self._is_pending = False
         self._more_copies = dict
-        self._losses = losses.LossMeter()
-        self._clock = time.monotonic
-        self._last_round_time = self._clock()
-        self._has_warned = False
-        self._running_mean = None
-        self._restored_mean = {}
-        self._counts_rounds = True
+        self._observations = observations.Observations(
+            settings.schedule, self._learning_rate
+        )
+        self._kept_mean = kept_mean.KeptMean()
         self._num_exchanged = strategy.extended.steps_without_rows.num_steps
         self.steps = optimizer_parts.steps_made(self._optimizers)
         self._steps_before_epoch = self.steps
@@ -237,7 +231,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 # What a checkpoint did not restore after all.
                 rule.variable.restored_copies = None
         if loss is not None and self._schedule.needs_loss:
-            self._losses.add(float(loss), num_steps)
+            self._observations.losses.add(float(loss), num_steps)
         self._check_gradients_travelled(num_steps)
         participant = self._participant
         before = self.steps // participant.steps_per_update
@@ -317,20 +311,11 @@ class ParameterAverager(tf.train.experimental.PythonState):
             ValueError: If it is out of its range, or another one than that of
                 the mean that is kept.
         """
-        kept = self._running_mean
-        if kept is None:
-            self._running_mean = running_means.RunningMean(self.rules, decay)
-            self._running_mean.restore(self._restored_mean)
-        elif kept.decay != decay:
-            raise ValueError(
-                "There can be one running mean of a model. Received: decay="
-                f"{decay!r} where one of decay={kept.decay!r} is kept. Pass "
-                "the same, or make another averager."
-            )
+        self._kept_mean.keep(self.rules, decay)
 
     def count_rounds(self, is_counting):
         """Says whether rounds count for the running mean."""
-        self._counts_rounds = bool(is_counting)
+        self._kept_mean.counts_rounds = bool(is_counting)
 
     @contextlib.contextmanager
     def averaged_weights(self):
@@ -342,13 +327,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
         Raises:
             RuntimeError: If there is no running mean.
         """
-        if self._running_mean is None:
-            raise RuntimeError(
-                "There must be a running mean to put into the model. Received: "
-                "an averager that keeps none. Call `keep_running_mean` before "
-                "training, or pass `AveragedModelCheckpoint` to `fit`."
-            )
-        with self._running_mean.in_place():
+        with self._kept_mean.in_place():
             yield
 
     def end_training(self):
@@ -391,8 +370,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
 
         And its running mean, as that of the same variables.
         """
-        if other._running_mean is not None:
-            self._restored_mean = other._running_mean.tensors()
+        self._kept_mean.restore(other._kept_mean.tensors())
         self.steps = self._steps_before_epoch = other.steps
         self._choose_gradients()
         self._participant.rounds = other.rounds
@@ -415,19 +393,19 @@ class ParameterAverager(tf.train.experimental.PythonState):
                 sum of the losses of this worker's rows so far in this epoch
                 and the number of these rows, or None if there are none.
         """
-        self._losses.read_from(function)
+        self._observations.losses.read_from(function)
 
     def hold_losses(self):
         """Is told that `read_losses_from` reads something else for a time."""
-        self._losses.hold()
+        self._observations.losses.hold()
 
     def resume_losses(self):
         """Is told that it reads this training's losses again."""
-        self._losses.resume()
+        self._observations.losses.resume()
 
     def begin_epoch(self):
         """Is told that the sums of `read_losses_from` have begun anew."""
-        self._losses.begin_epoch()
+        self._observations.losses.begin_epoch()
 
     def start_counting_rows(self):
         """Forgets rows that were seen before, perhaps by another model."""
@@ -480,17 +458,13 @@ class ParameterAverager(tf.train.experimental.PythonState):
             "steps": self.steps,
             "steps_in_epoch": self.steps_in_epoch,
             "pending": self._is_pending,
-            "seconds": self._seconds,
-            "loss": self._losses.since_last_look(),
+            **self._observations.state(),
         }
-        more = {}
-        if with_common and self._running_mean is not None:
-            more = self._running_mean.tensors()
         return self._participant.replica_state(
             counters,
             self._more_copies(),
             with_common=with_common,
-            more_common=more,
+            more_common=self._kept_mean.tensors() if with_common else {},
         )
 
     def restore_replica_state(
@@ -514,23 +488,22 @@ class ParameterAverager(tf.train.experimental.PythonState):
         counters, more, restore_more = participant.restore_replica_state(
             data, common, is_own=is_own, is_within_restore=is_within_restore
         )
-        self._restored_mean = more
-        if self._running_mean is not None:
-            self._running_mean.restore(more)
+        self._kept_mean.restore(more)
         self.steps = counters["steps"]
         self._steps_before_epoch = self.steps - counters["steps_in_epoch"]
         self._is_pending = counters["pending"] and is_own
         self._choose_gradients()
-        self._last_round_time = self._clock() - counters.get("seconds", 0.0)
+        self._observations.restore(counters)
+        losses = self._observations.losses
 
         def restore_rest():
             restore_more(self._more_copies())
             # After what losses are read from.
             if is_own:
-                self._losses.restore(counters["loss"])
+                losses.restore(counters["loss"])
 
         if is_own:
-            self._losses.restore(counters["loss"])
+            losses.restore(counters["loss"])
         return restore_rest
 
     def serialize(self):
@@ -543,13 +516,6 @@ class ParameterAverager(tf.train.experimental.PythonState):
         A checkpoint restores its variables after it. They get what each
         replica had, in place of the mean.
         """
-        if string_value[:1] == b"{":
-            # Of a release that kept the counters alone.
-            counters = json.loads(string_value)
-            self.steps = counters["steps"]
-            self._participant.rounds = counters["rounds"]
-            self.start_counting_rows()
-            return
         self.restore_replica_state(
             string_value,
             is_own=self._participant.can_own(string_value),
@@ -580,15 +546,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             self.steps, self._steps_before_epoch
         )
         self._choose_gradients()
-        communicator = self._strategy.communicator
-        if self._running_mean is not None and communicator.size > 1:
-            tensors = self._running_mean.tensors()
-            values = communicator.broadcast(list(tensors.values()))
-            self._running_mean.restore(dict(zip(tensors, values)))
-
-    @property
-    def _seconds(self):
-        return self._clock() - self._last_round_time
+        self._kept_mean.take_chiefs(self._strategy.communicator)
 
     def _choose_gradients(self):
         """Lets steps exchange the gradients of all replicas, or not."""
@@ -618,8 +576,7 @@ class ParameterAverager(tf.train.experimental.PythonState):
             )
 
     def _note_round(self, rules):
-        if self._running_mean is not None and self._counts_rounds:
-            self._running_mean.update(rules, self._participant.left_by_round)
+        self._kept_mean.note(rules, self._participant.left_by_round)
 
     def _begin_schedule(self):
         self._participant.begin_schedule(self.steps, self._learning_rate())
@@ -629,44 +586,20 @@ class ParameterAverager(tf.train.experimental.PythonState):
             return math.nan
         return optimizer_parts.learning_rate(self._optimizers)
 
-    def _observe(self):
-        loss, weight = 0.0, 0.0
-        if self._schedule.needs_loss:
-            loss, weight = self._losses.since_last_look()
-            self._warn_without_loss(weight)
-        return {
-            "learning_rate": self._learning_rate(),
-            "loss": loss,
-            "loss_weight": weight,
-            "seconds": self._seconds,
-        }
-
-    def _warn_without_loss(self, weight):
-        if not weight and self._is_pending and not self._has_warned:
-            self._has_warned = True
-            logging.warning(
-                "%s needs the loss, and there is none: its period stays as it "
-                "is. Let `train_step` update a `keras.metrics.Mean` called "
-                '"loss", or pass `loss` to `ParameterAverager.step`.',
-                type(self._schedule).__name__,
-            )
-
     def _take_part(self, progress, give=None, **what):
         """Does what `Participant.take_part` does, which may be a round."""
         rounds_before = self.rounds
         met = self._participant.take_part(
             self.steps,
             progress,
-            observed=self._observe(),
+            observed=self._observations.observe(self._is_pending),
             give=give or self._give,
             **what,
         )
         is_round = self.rounds > rounds_before
-        if is_round:
-            self._last_round_time = self._clock()
-        if is_round or any(status.looks for status in met[0]):
-            self._is_pending = False
-            self._losses.look()
+        is_asked = any(status.looks for status in met[0])
+        self._observations.note(is_round=is_round, is_asked=is_asked)
+        self._is_pending &= not (is_round or is_asked)
         return met
 
     def _give(self, kind):

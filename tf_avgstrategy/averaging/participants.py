@@ -136,9 +136,7 @@ class Participant:
     def can_own(self, data):
         """Returns whether a state is of as many replicas as are here."""
         header, _ = snapshots.unpack(data)
-        rows = header["rows"]
-        rows = rows[0] if rows and isinstance(rows[0], list) else rows
-        return len(rows) == self._counts.num_replicas
+        return len(header["rows"][0]) == self._counts.num_replicas
 
     def restore_replica_state(
         self, data, common=None, *, is_own, is_within_restore
@@ -179,9 +177,8 @@ class Participant:
             seeds = snapshots.with_prefix(tensors, "shared/")
             replica_state.assign_shared(rules, seeds)
             return header["counters"], more_common, lambda _: None
-        counts = header["stepped"], header["rows"]
-        self._counts.restore(*counts)
-        self._local_counts.restore(*header.get("local", counts))
+        self._counts.restore(header["stepped"], header["rows"])
+        self._local_counts.restore(*header["local"])
         values = snapshots.with_prefix(tensors, "copies/")
         copies = replica_state.own_copies(
             rules, bool(np.any(header["stepped"]))

@@ -57,9 +57,6 @@ class TrainingCounts:
     def restore(self, stepped, rows):
         """Takes back what `since` returned."""
         now = self.now()
-        if isinstance(stepped, int):
-            # Of a release without fragments.
-            stepped, rows = [stepped], [rows]
         if len(stepped) != len(self._seen):
             # Cut in another way: as what has waited for longest.
             place = int(np.argmax(stepped))
