@@ -71,7 +71,7 @@ bench: $(VENV)/.horovod $(TORCH)/.installed
 	$(VENV)/bin/python benchmarks/convergence.py --tasks=images --seeds=1 \
 	    --steps=64 --output=build/bench/convergence.json
 
-# The site, in build/docs. Open build/docs/index.html.
+# The site: open build/docs/index.html. With --quiet, warnings would not end it.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/mkdocs build
 

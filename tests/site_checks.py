@@ -25,17 +25,17 @@ _FETCHED_BY_STYLE = re.compile(
 
 
 class Sections(griffe.Extension):
-    """Gives the section "Example" of docstrings the name that Griffe knows."""
+    """Makes what Griffe shows as a section of "Example" in docstrings."""
 
     def on_instance(self, *, obj, **kwargs):
         """Renames the section before the docstring is parsed."""
-        if obj.docstring is not None:
-            obj.docstring.value = re.sub(
-                r"^( *)Example:$",
-                r"\1Examples:",
-                obj.docstring.value,
-                flags=re.M,
-            )
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        # A section is indented. Code between fences is not.
+        text = re.sub(r"^Example:\n(?= )", "Examples:\n", text, flags=re.M)
+        text = re.sub(r"^Example:$", "**Example:**", text, flags=re.M)
+        obj.docstring.value = text
 
 
 def on_pre_build(config):
