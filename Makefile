@@ -6,10 +6,12 @@ PYTHON_OLDEST ?= $(PYTHON)
 VENV := .venv
 OLDEST := .venv-oldest
 TORCH := .venv-torch
+DOCS := .venv-docs
 SOURCES := tf_avgstrategy tests examples benchmarks
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test check unit wheel test-oldest test-build-file format bench clean
+.PHONY: demo test check unit wheel test-oldest test-build-file format bench docs \
+    clean
 
 # The last run is one of 2 workers with 2 replicas each.
 demo: $(VENV)/.installed
@@ -69,8 +71,13 @@ bench: $(VENV)/.horovod $(TORCH)/.installed
 	$(VENV)/bin/python benchmarks/convergence.py --tasks=images --seeds=1 \
 	    --steps=64 --output=build/bench/convergence.json
 
+# The site: open build/docs/index.html. With --quiet, warnings would not end it.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build
+
 clean:
-	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) $(TORCH) *.egg-info
+	rm -rf build dist $(VENV) $(VENV)-wheel $(OLDEST) $(TORCH) $(DOCS) \
+	    *.egg-info
 
 $(VENV)/.installed: requirements/dev.txt setup.cfg
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +95,11 @@ $(VENV)/.horovod: $(VENV)/.installed
 $(TORCH)/.installed: requirements/torch.txt
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip install --quiet --requirement requirements/torch.txt
+	touch $@
+
+$(DOCS)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --requirement requirements/docs.txt
 	touch $@
 
 $(OLDEST)/.installed: requirements/oldest.txt setup.cfg

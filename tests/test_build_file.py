@@ -111,8 +111,8 @@ def test_every_file_has_its_rule():
         for top in (PACKAGE, "tests", "examples")
         for path in (ROOT / top).rglob("*.py")
     }
-    by_hand = {ROOT / "tests" / name for name in ("run_pytest.py",)}
-    assert files - listed == by_hand | {ROOT / "tests" / "install_wheel.py"}
+    scripts = ("install_wheel.py", "run_pytest.py", "site_checks.py")
+    assert files - listed == {ROOT / "tests" / name for name in scripts}
 
 
 def test_names_are_unique():

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import pathlib
 import re
 import subprocess
@@ -14,16 +15,17 @@ from tf_avgstrategy.workers import cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PACKAGE = ROOT / "tf_avgstrategy"
 MODULES = sorted(
-    path.stem
-    for path in (ROOT / "tf_avgstrategy").glob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
     if ">>>" in path.read_text()
 )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    module = importlib.import_module(f"tf_avgstrategy.{name}")
+    module = importlib.import_module(name)
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
@@ -53,11 +55,30 @@ def test_slurm_recipe_gives_the_cluster_of_a_step(monkeypatch):
     assert cluster.from_environment() == (addresses, 2)
 
 
+def _anchors(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", prose, re.M)
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if "://" not in link:
-            assert (page.parent / link).exists(), link
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_index_leads_to_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"]({page.name})" in index
 
 
 def test_changelog_opens_with_the_version():
@@ -73,8 +94,42 @@ def test_readme_diff_is_about_names_that_exist():
 
 def test_contributing_lists_every_module():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    for path in (ROOT / "tf_avgstrategy").glob("*.py"):
-        assert path.name.startswith("_") or f"`{path.name}`" in page
+    for path in PACKAGE.rglob("*.py"):
+        is_listed = f"`{path.stem}`" in page or f"`{path.name}`" in page
+        assert path.name.startswith("_") or is_listed, path
+
+
+class TestApiPage:
+    """Of what the site's reference is made, see `site_checks.py`."""
+
+    PAGE = (ROOT / "docs" / "api.md").read_text()
+    BLOCKS = dict(
+        re.findall(r"^::: tf_avgstrategy\.(\w+)\n((?: .+\n)*)", PAGE, re.M)
+    )
+
+    def test_has_every_public_name_once(self):
+        headings = re.findall(r"^::: tf_avgstrategy\.(\w+)$", self.PAGE, re.M)
+        names = set(avg.__all__) - {"__version__"}
+        assert sorted(headings) == sorted(names)
+        assert "`tf_avgstrategy.__version__`" in self.PAGE
+
+    @pytest.mark.parametrize("name", sorted(BLOCKS))
+    def test_lists_members_that_exist(self, name):
+        block = re.sub(r"[-\[\],:]", " ", self.BLOCKS[name])
+        for member in set(block.split()) - {"options", "members"}:
+            assert inspect.getdoc(getattr(getattr(avg, name), member)), member
+
+    @pytest.mark.parametrize("name", sorted(BLOCKS))
+    def test_every_public_member_has_a_docstring(self, name):
+        public = getattr(avg, name)
+        assert public.__doc__
+        for member in vars(public) if inspect.isclass(public) else ():
+            # Keras says nothing of its `set_model`.
+            if member.startswith("_") or member == "set_model":
+                continue
+            value = getattr(public, member)
+            if callable(value) or isinstance(value, property):
+                assert inspect.getdoc(value), member
 
 
 class TestMnist:
