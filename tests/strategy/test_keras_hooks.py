@@ -147,7 +147,7 @@ class TestOrder:
 
 
 class TestSave:
-    def test_others_than_the_chief_leave_it(self, tmp_path):
+    def test_others_than_the_chief_leave_it_and_say_so(self, tmp_path, caplog):
         strategy = toys.make_strategy(communicator=RankOne())
         model = model_under(strategy)
         for save, name in (
@@ -157,6 +157,7 @@ class TestSave:
         ):
             save(tmp_path / name)
         assert list(tmp_path.iterdir()) == []
+        assert caplog.text.count("Worker 1 saves nothing: the chief") == 1
         keras.saving.save_model(model, tmp_path / "own.keras")
         assert (tmp_path / "own.keras").exists()
 

@@ -100,6 +100,7 @@ class IndependentReplicas(mirrored_strategy.MirroredExtended):
         # The `PeriodicAveraging` of a `fit` that goes on.
         self.fit_in_progress = None
         self.has_warned_of_no_averaging = False
+        self.has_said_who_saves = False
         # Whether the user's `evaluate` or `predict` runs, perhaps on this
         # worker alone.
         self.is_observed = False

@@ -165,11 +165,13 @@ def _saves_here(extended):
 def _on_chief(original, extended, model, *args, **kwargs):
     if _saves_here(extended):
         return original(model, *args, **kwargs)
-    logging.info(
-        "Worker %d leaves it to the chief to save the model, which is the same "
-        "on all workers. `keras.saving.save_model` saves here, too.",
-        extended.communicator.rank,
-    )
+    if not extended.has_said_who_saves:
+        extended.has_said_who_saves = True
+        logging.warning(
+            "Worker %d saves nothing: the chief saves the model, which is the "
+            "same on all workers. `keras.saving.save_model` saves here, too.",
+            extended.communicator.rank,
+        )
     return None
 
 
